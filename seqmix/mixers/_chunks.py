@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting time into chunks and blocks of chunks, and the decays inside a chunk.
+
+The chunkwise forms walk over *blocks* of up to `BLOCK_TOKENS` tokens with one `lax.scan`: what is
+parallel over chunks is one batched contraction per block, temporary memory does not grow with T,
+and neither does the program.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from seqmix.mixers._checks import Heads
+from seqmix.mixers._numerics import range_sums
+
+BLOCK_TOKENS = 1024
+
+
+class Layout(NamedTuple):
+    """Static cut of T tokens.
+
+    Attributes:
+      time: T.
+      blocks: number of blocks.
+      chunks: chunks per block.
+      chunk: tokens per chunk C.
+    """
+
+    time: int
+    blocks: int
+    chunks: int
+    chunk: int
+
+    @property
+    def padded(self) -> int:
+        """Tokens after padding to whole blocks."""
+        return self.blocks * self.chunks * self.chunk
+
+
+def layout(time: int, chunk_size: int) -> Layout:
+    """The cut with chunks of `chunk_size` tokens, shortened to the next power of two >= T."""
+    chunk = min(chunk_size, max(1, 1 << (time - 1).bit_length()))
+    total = -(-time // chunk)
+    blocks = -(-total // max(1, BLOCK_TOKENS // chunk))
+    return Layout(time, blocks, -(-total // blocks), chunk)
+
+
+def to_blocks(x: jax.Array, cut: Layout, *, fill_last: bool = False) -> jax.Array:
+    """[B, T, ...] -> [blocks, B, chunks, C, ...], padded with zeros (or the last token's value)."""
+    pad = cut.padded - cut.time
+    if pad:
+        x = jnp.pad(
+            x,
+            [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2),
+            mode="edge" if fill_last else "constant",
+        )
+    x = x.reshape(x.shape[0], cut.blocks, cut.chunks, cut.chunk, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+
+def from_blocks(x: jax.Array, cut: Layout) -> jax.Array:
+    """[blocks, B, chunks, C, ...] -> [B, T, ...]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], cut.padded, *x.shape[4:])[:, : cut.time]
+
+
+def split_heads(x: jax.Array, *counts: int) -> jax.Array:
+    """Splits the head axis (4th of a blocked array without the block axis) into `counts`."""
+    return x.reshape(*x.shape[:3], *counts, *x.shape[4:])
+
+
+class Decay(NamedTuple):
+    """Every decay a chunk needs, each in [0, 1]; 0 where a document boundary stands between.
+
+    Attributes:
+      intra: [B, n, h, r, C, C]; (i, j) = decay from the write of token j to the read of token i,
+        0 above the diagonal.
+      entry: [B, n, h, r, C]; from the chunk's entry to the read of token i.
+      exit: [B, n, h, r, C]; from the write of token j to the chunk's end.
+      through: [B, n, h, r]; across the whole chunk.
+    """
+
+    intra: jax.Array
+    entry: jax.Array
+    exit: jax.Array
+    through: jax.Array
+
+
+def decays(log_decay: jax.Array, run: jax.Array | None, entry_run: jax.Array | None) -> Decay:
+    """The decays of the chunks of one block.
+
+    Args:
+      log_decay: [B, n, C, h, r], non-positive and finite.
+      run: [B, n, C] int32 document number, or None when the row is one document.
+      entry_run: [B, n] int32, the document that the entering state belongs to.
+    """
+    steps = jnp.moveaxis(log_decay, 2, -1)
+    chunk = steps.shape[-1]
+    ranges = range_sums(steps)
+    from_start = ranges[..., :, 0] + steps[..., :1]
+    entry, leave = jnp.exp(from_start), jnp.exp(ranges[..., -1, :])
+    through = entry[..., -1]
+    visible = jnp.tril(jnp.ones((chunk, chunk), bool))
+    if run is not None:
+        visible = visible & (run[:, :, :, None] == run[:, :, None, :])[:, :, None, None]
+        entered = (run == entry_run[:, :, None])[:, :, None, None]
+        entry = jnp.where(entered, entry, 0)
+        leave = jnp.where((run == run[:, :, -1:])[:, :, None, None], leave, 0)
+        through = jnp.where(entered[..., -1], through, 0)
+    intra = jnp.where(visible, jnp.exp(jnp.where(visible, ranges, 0)), 0)
+    return Decay(intra, entry, leave, through)
+
+
+def entry_runs(run: jax.Array) -> jax.Array:
+    """[blocks, B, n, C] -> [blocks, B, n]: the document in progress where each chunk begins."""
+    blocks, batch, chunks, _ = run.shape
+    ends = jnp.moveaxis(run[..., -1], 1, 0).reshape(batch, blocks * chunks)
+    entry = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    return jnp.moveaxis(entry.reshape(batch, blocks, chunks), 0, 1)
+
+
+def grouped(heads: Heads, q: jax.Array, k: jax.Array, v: jax.Array, *gates: jax.Array):
+    """Splits the head axes of one block: q [..., h, x, K], k [..., h, K], v [..., h, r, V], ..."""
+    return (
+        split_heads(q, heads.keys, heads.queries),
+        k,
+        split_heads(v, heads.keys, heads.values),
+        *(split_heads(g, heads.keys, heads.values) for g in gates),
+    )
+
+
+def scan_chunks(
+    step: Callable[[Any, Any], tuple[Any, Any]], state: Any, xs: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """`lax.scan` over the chunk axis (the second) of one block's arrays."""
+    final, ys = lax.scan(
+        step, state, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), xs), reverse=reverse
+    )
+    return final, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), ys)

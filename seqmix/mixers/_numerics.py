@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic that every mixer shares: explicit precision, exact decays, triangular inverses."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_SUBSTITUTION_BLOCK = 16
+# exp underflows to exactly 0 below this in float32 and float64, so -inf and anything under it are
+# the same decay; the finite stand-in keeps inf - inf out of the sums.
+_ZERO_DECAY = -1e5
+
+
+def state_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """The dtype of states and sums: float32, or float64 when an operand is float64."""
+    return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
+
+
+def operand_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """The dtype in which large products read their operands.
+
+    bfloat16 inputs keep bfloat16 operands (accumulated in float32); float16 is widened, because
+    states and decayed sums leave its range.
+    """
+    dtype = jnp.result_type(*(a.dtype for a in arrays))
+    return dtype if dtype == jnp.bfloat16 else state_dtype(*arrays)
+
+
+def contract(spec: str, *operands: jax.Array, dtype=None) -> jax.Array:
+    """`jnp.einsum` with float32 (or float64) accumulation whatever the global matmul precision.
+
+    Args:
+      spec: the einsum.
+      *operands: arrays of any floating dtype.
+      dtype: operands are cast to it first; None keeps them.
+    """
+    if dtype is not None:
+        operands = tuple(x.astype(dtype) for x in operands)
+    return jnp.einsum(
+        spec,
+        *operands,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=state_dtype(*operands),
+    )
+
+
+def varying_like(x: jax.Array, *references: jax.Array) -> jax.Array:
+    """Marks a constant as varying over the mesh axes of `references` (inside `shard_map`)."""
+    axes = set().union(*(_varying_axes(r) for r in references)) - _varying_axes(x)
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def clean_log_decay(log_decay: jax.Array) -> jax.Array:
+    """Replaces log-decays whose exponential is exactly 0 (-inf included) by a finite one."""
+    return jnp.maximum(log_decay, jnp.asarray(_ZERO_DECAY, log_decay.dtype))
+
+
+def lower_ones(size: int, dtype, *, strict: bool = False) -> jax.Array:
+    """[size, size] ones on and below the diagonal (below it only when `strict`)."""
+    return jnp.tril(jnp.ones((size, size), dtype), -1 if strict else 0)
+
+
+def range_sums(log_decay: jax.Array) -> jax.Array:
+    """Sums of log-decays over every range of a chunk.
+
+    Each range is added on its own: differences of one running sum would lose the digits of every
+    range that follows a strong decay.
+
+    Args:
+      log_decay: [..., C], non-positive.
+
+    Returns:
+      [..., C, C] with entry (i, j) = sum of log_decay over j < r <= i, 0 where i <= j.
+    """
+    chunk = log_decay.shape[-1]
+    terms = log_decay[..., :, None] * lower_ones(chunk, log_decay.dtype, strict=True)
+    return contract("ir,...rj->...ij", lower_ones(chunk, log_decay.dtype), terms)
+
+
+def straddling_sums(pairs: jax.Array) -> jax.Array:
+    """For each t, the sum of pairs[i, j] over i >= t > j: what the decay at t multiplies.
+
+    Args:
+      pairs: [..., C, C], read strictly below the diagonal only.
+
+    Returns:
+      [..., C].
+    """
+    chunk = pairs.shape[-1]
+    from_t_on = contract("it,...ij->...tj", lower_ones(chunk, pairs.dtype), pairs)
+    return jnp.sum(from_t_on * lower_ones(chunk, pairs.dtype, strict=True), axis=-1)
+
+
+def suffix_sums(x: jax.Array) -> jax.Array:
+    """[..., C] -> sum of x over i >= t."""
+    return contract("it,...i->...t", lower_ones(x.shape[-1], x.dtype), x)
+
+
+def prefix_sums_exclusive(x: jax.Array) -> jax.Array:
+    """[..., C] -> sum of x over j < t."""
+    return contract("tj,...j->...t", lower_ones(x.shape[-1], x.dtype, strict=True), x)
+
+
+def unit_lower_inverse(strictly_lower: jax.Array) -> jax.Array:
+    """Inverse of I + L by forward substitution on 16-wide blocks, merged pairwise.
+
+    Products of powers of L would be cheaper and are useless: with repeated keys they lose every
+    digit of float32.
+
+    Args:
+      strictly_lower: [..., C, C] float32 or float64, zero on and above the diagonal.
+
+    Returns:
+      [..., C, C], unit lower triangular.
+    """
+    chunk = strictly_lower.shape[-1]
+    size = _SUBSTITUTION_BLOCK
+    while size < chunk:
+        size *= 2
+    pad = size - chunk
+    lower = jnp.pad(strictly_lower, [(0, 0)] * (strictly_lower.ndim - 2) + [(0, pad), (0, pad)])
+    blocks = _diagonal_blocks(lower, _SUBSTITUTION_BLOCK)
+    inverse = _substitute(blocks)
+    width = _SUBSTITUTION_BLOCK
+    while width < size:
+        below = _diagonal_blocks(lower, 2 * width)[..., width:, :width]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -contract(
+            "...ij,...jk->...ik", contract("...ij,...jk->...ik", second, below), first
+        )
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :chunk, :chunk]
+
+
+def _diagonal_blocks(matrix: jax.Array, width: int) -> jax.Array:
+    """[..., size, size] -> [..., size // width, width, width]."""
+    count = matrix.shape[-1] // width
+    tiles = matrix.reshape(*matrix.shape[:-2], count, width, count, width)
+    return jnp.stack([tiles[..., i, :, i, :] for i in range(count)], axis=-3)
+
+
+def _substitute(blocks: jax.Array) -> jax.Array:
+    """Row-by-row inverse of I + L for [..., w, w] blocks."""
+    width = blocks.shape[-1]
+    identity = jnp.eye(width, dtype=blocks.dtype)
+    rows = [jnp.broadcast_to(identity[0], blocks[..., 0, :].shape)]
+    for i in range(1, width):
+        above = jnp.stack(rows, axis=-2)
+        rows.append(identity[i] - jnp.sum(blocks[..., i, :i, None] * above, axis=-2))
+    return jnp.stack(rows, axis=-2)

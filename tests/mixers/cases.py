@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixers under test and the inputs they are tested on.
+
+A mixer enters the shared suite by one `Mixer` entry here; every implementation it lists then runs
+through `test_parity.py` and `test_contract.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from seqmix import mixers
+from tests.mixers import dense
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one case; heads as (query, key, value)."""
+
+    batch: int = 2
+    time: int = 65
+    heads: tuple[int, int, int] = (2, 2, 2)
+    key: int = 8
+    value: int = 12
+
+    @property
+    def states(self) -> int:
+        return max(self.heads[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """One mixer of the suite.
+
+    Attributes:
+      name: its name in `seqmix.mixers`.
+      inputs: draws its array arguments by name, in float64.
+      state: shape of its state.
+      implementations: forms besides 'recurrent'.
+      dense: an independent float64 derivation, (inputs, state, segment_ids) -> (out, state).
+      float32: arguments that stay float32 when the others are bfloat16.
+      groupings: (query, key, value) head counts it supports.
+      gate: the argument that holds log-decays, if any.
+    """
+
+    name: str
+    inputs: Callable[[np.random.Generator, Shape], Arrays]
+    state: Callable[[Shape], tuple[int, ...]]
+    implementations: tuple[str, ...]
+    dense: Callable[..., tuple[np.ndarray, np.ndarray]]
+    float32: frozenset[str] = frozenset()
+    groupings: tuple[tuple[int, int, int], ...] = ((2, 2, 2), (2, 2, 4), (4, 2, 2))
+    gate: str | None = "log_decay"
+
+    def __call__(self, arrays: dict[str, Any], **options):
+        return getattr(mixers, self.name)(**arrays, **options)
+
+
+def _qkv(rng, s: Shape) -> Arrays:
+    hq, hk, hv = s.heads
+    k = rng.normal(size=(s.batch, s.time, hk, s.key))
+    return {
+        "q": rng.normal(size=(s.batch, s.time, hq, s.key)),
+        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+        "v": rng.normal(size=(s.batch, s.time, hv, s.value)),
+    }
+
+
+def _log_decay(rng, s: Shape):
+    return -np.exp(rng.normal(size=(s.batch, s.time, s.states)) * 1.5 - 2)
+
+
+def _beta(rng, s: Shape):
+    return 1 / (1 + np.exp(-rng.normal(size=(s.batch, s.time, s.states))))
+
+
+def _simple_gla(rng, s):
+    return _qkv(rng, s) | {"log_decay": _log_decay(rng, s)}
+
+
+def _gated_delta_rule(rng, s):
+    return _qkv(rng, s) | {"log_decay": _log_decay(rng, s), "beta": _beta(rng, s)}
+
+
+def _delta_rule(rng, s):
+    return _qkv(rng, s) | {"beta": _beta(rng, s)}
+
+
+def _ssd(rng, s):
+    _, groups, heads = s.heads
+    rows = (s.batch, s.time)
+    return {
+        "x": rng.normal(size=(*rows, heads, s.value)),
+        "dt": np.logaddexp(0, rng.normal(size=(*rows, heads)) - 1),
+        "A": -np.exp(rng.uniform(-3, 2, size=heads)),
+        "B": rng.normal(size=(*rows, groups, s.key)),
+        "C": rng.normal(size=(*rows, groups, s.key)),
+        "D": rng.normal(size=heads),
+    }
+
+
+def _matrix_state(s: Shape):
+    return (s.batch, s.states, s.key, s.value)
+
+
+MIXERS = {
+    m.name: m
+    for m in (
+        Mixer(
+            "simple_gla",
+            _simple_gla,
+            _matrix_state,
+            ("associative", "chunked"),
+            dense.simple_gla,
+            frozenset({"log_decay"}),
+        ),
+        Mixer(
+            "ssd",
+            _ssd,
+            _matrix_state,
+            ("associative", "chunked"),
+            dense.ssd,
+            frozenset({"dt", "A", "D"}),
+            groupings=((2, 2, 2), (1, 1, 3), (2, 2, 4)),
+            gate=None,
+        ),
+        Mixer(
+            "gated_delta_rule",
+            _gated_delta_rule,
+            _matrix_state,
+            ("chunked",),
+            dense.gated_delta_rule,
+            frozenset({"log_decay", "beta"}),
+        ),
+        Mixer(
+            "delta_rule",
+            _delta_rule,
+            _matrix_state,
+            ("chunked",),
+            dense.delta_rule,
+            frozenset({"beta"}),
+            gate=None,
+        ),
+    )
+}
+
+FORMS = [(name, impl) for name, m in MIXERS.items() for impl in m.implementations]
+
+
+def draw(mixer: Mixer, shape: Shape, *, seed: int = 0, extreme: bool = False) -> Arrays:
+    """Float64 inputs; `extreme` mixes decays of 0, tiny, -1e4 and exact resets in each chunk."""
+    rng = np.random.default_rng(seed)
+    arrays = mixer.inputs(rng, shape)
+    if extreme:
+        gate = arrays[mixer.gate]
+        kind = rng.random(gate.shape)
+        strong = -(10.0 ** rng.uniform(0, 4, gate.shape))
+        gate = np.where(kind < 0.25, strong, gate)
+        gate = np.where((kind >= 0.25) & (kind < 0.4), 0.0, gate)
+        gate = np.where((kind >= 0.4) & (kind < 0.5), -1e-6, gate)
+        gate = np.where((kind >= 0.5) & (kind < 0.55), -np.inf, gate)
+        arrays[mixer.gate] = gate
+    return arrays
+
+
+def draw_state(mixer: Mixer, shape: Shape, *, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=mixer.state(shape))
+
+
+def draw_segments(shape: Shape, *, seed: int = 2, padding: float = 0.1) -> np.ndarray:
+    """Documents of about a dozen tokens, padding inside and between; the last row starts padded."""
+    rng = np.random.default_rng(seed)
+    ids = 1 + np.cumsum(rng.random((shape.batch, shape.time)) < 0.08, axis=1)
+    ids = np.where(rng.random(ids.shape) < padding, 0, ids)
+    ids[-1, : shape.time // 8] = 0
+    return ids.astype(np.int32)

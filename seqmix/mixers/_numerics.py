@@ -36,11 +36,19 @@ def contract(spec: str, *operands: jax.Array, dtype=None) -> jax.Array:
     """
     if dtype is not None:
         operands = tuple(x.astype(dtype) for x in operands)
-    return jnp.einsum(
-        spec,
-        *operands,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=state_dtype(*operands),
+    wide = state_dtype(*operands)
+
+    def product(*operands):
+        return jnp.einsum(
+            spec, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=wide
+        )
+
+    if all(x.dtype == wide for x in operands):
+        return product(*operands)
+    # XLA's CPU backend refuses some products of bfloat16 into float32 (it depends on the shapes);
+    # widened operands give the same numbers.
+    return lax.platform_dependent(
+        *operands, cpu=lambda *xs: product(*(x.astype(wide) for x in xs)), default=product
     )
 
 
@@ -148,9 +156,13 @@ def _diagonal_blocks(matrix: jax.Array, width: int) -> jax.Array:
 def _substitute(blocks: jax.Array) -> jax.Array:
     """Row-by-row inverse of I + L for [..., w, w] blocks."""
     width = blocks.shape[-1]
-    identity = jnp.eye(width, dtype=blocks.dtype)
-    rows = [jnp.broadcast_to(identity[0], blocks[..., 0, :].shape)]
-    for i in range(1, width):
-        above = jnp.stack(rows, axis=-2)
-        rows.append(identity[i] - jnp.sum(blocks[..., i, :i, None] * above, axis=-2))
-    return jnp.stack(rows, axis=-2)
+    identity = jnp.broadcast_to(jnp.eye(width, dtype=blocks.dtype), blocks.shape)
+
+    def row(i, inverse):
+        # Rows from i on still hold the identity, and L is zero there.
+        coefficients = lax.dynamic_index_in_dim(blocks, i, axis=-2)
+        done = jnp.sum(jnp.swapaxes(coefficients, -1, -2) * inverse, axis=-2, keepdims=True)
+        current = lax.dynamic_index_in_dim(inverse, i, axis=-2)
+        return lax.dynamic_update_index_in_dim(inverse, current - done, i, axis=-2)
+
+    return lax.fori_loop(1, width, row, varying_like(identity, blocks))

@@ -164,7 +164,13 @@ def draw(mixer: Mixer, shape: Shape, *, seed: int = 0, extreme: bool = False) ->
         gate = np.where((kind >= 0.4) & (kind < 0.5), -1e-6, gate)
         gate = np.where((kind >= 0.5) & (kind < 0.55), -np.inf, gate)
         arrays[mixer.gate] = gate
-    return arrays
+    return representable(arrays)
+
+
+def representable(arrays: Arrays) -> Arrays:
+    """Rounds float64 inputs to float32 values, so that every form reads the same numbers."""
+    with np.errstate(over="ignore"):
+        return {n: a.astype(np.float32).astype(np.float64) for n, a in arrays.items()}
 
 
 def draw_state(mixer: Mixer, shape: Shape, *, seed: int = 1) -> np.ndarray:

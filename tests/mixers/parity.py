@@ -28,7 +28,16 @@ def cast(mixer: Mixer, arrays, dtype):
     return {n: jnp.asarray(a, wide if n in mixer.float32 else dtype) for n, a in arrays.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("name", "impl", "options"))
+# Compile time is most of the suite's time; these passes change speed, not what is computed.
+_QUICK_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+@functools.partial(
+    jax.jit, static_argnames=("name", "impl", "options"), compiler_options=_QUICK_COMPILE
+)
 def _value_and_gradients(arrays, state, segment_ids, cotangents, *, name, impl, options):
     def run(arrays, state):
         return MIXERS[name](

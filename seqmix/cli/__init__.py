@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `seqmix train | eval | generate | inspect`."""
+
+from seqmix.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear projection with this project's initialisation and dtype policy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from seqmix.layers.parameters import NoDecayParam
+
+
+def product(x: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Array:
+    """[..., I] x [I, O] -> [..., O], accumulated and returned in ``out_dtype``."""
+    out_dtype = jnp.dtype(out_dtype)
+
+    def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
+
+    if x.dtype == kernel.dtype == out_dtype:
+        return multiply(x, kernel)
+    # XLA's CPU backend refuses some products of bfloat16 into float32; widened operands give the
+    # same numbers.
+    return jax.lax.platform_dependent(
+        x,
+        kernel,
+        cpu=lambda x, kernel: multiply(x.astype(out_dtype), kernel.astype(out_dtype)),
+        default=multiply,
+    )
+
+
+class Linear(nnx.Module):
+    """y = x W + b, parameters in ``param_dtype``, product in ``dtype``.
+
+    The kernel starts as a truncated normal of standard deviation ``scale / sqrt(inputs)`` (LeCun):
+    inputs of unit variance give outputs of variance ``scale**2``. The bias starts at zero.
+
+    Attributes:
+      kernel: [inputs, outputs].
+      bias: [outputs] or None.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        scale: float = 1.0,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        initialise = jax.nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+        self.kernel = nnx.Param(initialise(rngs.params(), (inputs, outputs), param_dtype))
+        self.bias = NoDecayParam(jnp.zeros((outputs,), param_dtype)) if bias else None
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array, *, out_dtype: Any = None) -> jax.Array:
+        """Projects the last axis.
+
+        Args:
+          x: [..., inputs].
+          out_dtype: dtype of the accumulated result; default the compute dtype. Gates ask for
+            float32, so that they are not rounded before their nonlinearity.
+
+        Returns:
+          [..., outputs].
+        """
+        out_dtype = self.dtype if out_dtype is None else jnp.dtype(out_dtype)
+        y = product(x.astype(self.dtype), self.kernel[...].astype(self.dtype), out_dtype)
+        return y if self.bias is None else y + self.bias[...].astype(out_dtype)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS norms: plain, and gated in the two orders of the field."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from seqmix.layers.parameters import NoDecayParam
+
+GateOrder = Literal["gate_then_norm", "norm_then_gate"]
+
+
+def rms_normalise(x: jax.Array, epsilon: float) -> jax.Array:
+    """Computes x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 whatever comes in."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
+def l2_normalise(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """Computes x / sqrt(sum(x^2) + epsilon) over the last axis in float32, returns x's dtype.
+
+    The epsilon stands inside the root, as in flash-linear-attention and Qwen3-Next.
+    """
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    return y.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMS norm over the last axis with a learned scale (arXiv 1910.07467), float32 inside.
+
+    Attributes:
+      scale: [width], starts at one.
+    """
+
+    def __init__(self, width: int, *, epsilon: float = 1e-6, dtype: Any, param_dtype: Any):
+        self.scale = NoDecayParam(jnp.ones((width,), param_dtype))
+        self.epsilon = epsilon
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., width] of any dtype to [..., width] in the compute dtype."""
+        y = rms_normalise(x, self.epsilon) * self.scale[...].astype(jnp.float32)
+        return y.astype(self.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """RMS norm with a SiLU gate, float32 inside.
+
+    ``gate_then_norm`` (Mamba-2): norm(x * silu(gate)) * scale.
+    ``norm_then_gate`` (Gated DeltaNet, RetNet, GLA): norm(x) * scale * silu(gate).
+
+    Attributes:
+      scale: [width], starts at one.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        order: GateOrder,
+        group_size: int | None = None,
+        epsilon: float = 1e-5,
+        dtype: Any,
+        param_dtype: Any,
+    ):
+        """Builds the norm.
+
+        Args:
+          width: size of the last axis.
+          order: which comes first.
+          group_size: the mean square is taken over groups of this many channels; default all.
+          epsilon: added to the mean square.
+          dtype: dtype of the result.
+          param_dtype: dtype of the scale.
+
+        Raises:
+          ValueError: ``group_size`` does not divide ``width``, or the order is unknown.
+        """
+        if order not in ("gate_then_norm", "norm_then_gate"):
+            raise ValueError(f"order must be 'gate_then_norm' or 'norm_then_gate', got {order!r}")
+        group_size = width if group_size is None else group_size
+        if group_size < 1 or width % group_size:
+            raise ValueError(f"group_size must divide the width {width}, got {group_size}")
+        self.scale = NoDecayParam(jnp.ones((width,), param_dtype))
+        self.order = order
+        self.group_size = group_size
+        self.epsilon = epsilon
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Normalises and gates.
+
+        Args:
+          x: [..., width].
+          gate: [..., width], before its SiLU.
+
+        Returns:
+          [..., width] in the compute dtype.
+        """
+        x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+        if self.order == "gate_then_norm":
+            x = x * gate
+        grouped = x.reshape(*x.shape[:-1], -1, self.group_size)
+        y = rms_normalise(grouped, self.epsilon).reshape(x.shape)
+        y = y * self.scale[...].astype(jnp.float32)
+        if self.order == "norm_then_gate":
+            y = y * gate
+        return y.astype(self.dtype)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers by name, as patterns such as ``'3 gated_delta_net, attention'`` use them."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInfo:
+    """Where a layer stands in its model.
+
+    Attributes:
+      index: position from the bottom; under a scanned stack, where the layers of one position share
+        their code, the position inside the period.
+      count: number of layers of the model.
+      branches: residual branches of a layer (2 with a feed-forward part, 1 without).
+    """
+
+    index: int = 0
+    count: int = 1
+    branches: int = 2
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor of the standard deviation of a branch's last projection at initialisation.
+
+        The sum of all branches then has the variance of one (GPT-2's rule).
+        """
+        return (self.branches * self.count) ** -0.5
+
+
+class Entry(NamedTuple):
+    """A registered layer: its module class and its config class."""
+
+    layer: type
+    config: type
+
+
+_ENTRIES: dict[str, Entry] = {}
+
+
+def register(name: str, config: type) -> Callable[[type], type]:
+    """Class decorator that makes a layer available to patterns.
+
+    The class takes ``(config, width, *, layer, dtype, param_dtype, rngs)``, is called with
+    ``(x [B, T, D], *, segment_ids, positions, cache) -> (y [B, T, D], cache)`` and has
+    ``init_cache(batch, capacity)``; the config class has ``flops_per_token(width, context)`` and
+    ``cache_bytes(width, context, dtype)``.
+
+    Args:
+      name: snake case, as written in patterns.
+      config: the layer's config class.
+
+    Raises:
+      ValueError: the name is malformed, or taken by another class.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"layer name must be snake case, got {name!r}")
+
+    def add(layer: Any) -> Any:
+        taken = _ENTRIES.get(name)
+        if taken is not None and taken.layer.__qualname__ != layer.__qualname__:
+            raise ValueError(f"layer name {name!r} is taken by {taken.layer.__qualname__}")
+        _ENTRIES[name] = Entry(layer, config)
+        return layer
+
+    return add
+
+
+def get(name: str) -> Entry:
+    """The layer registered under ``name``.
+
+    Raises:
+      ValueError: no such layer; the message names the nearest one and all known.
+    """
+    if name in _ENTRIES:
+        return _ENTRIES[name]
+    near = difflib.get_close_matches(name, _ENTRIES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown layer {name!r}; {hint}known: {', '.join(names())}")
+
+
+def names() -> tuple[str, ...]:
+    """All registered names, sorted."""
+    return tuple(sorted(_ENTRIES))

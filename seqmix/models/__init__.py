@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models: blocks, hybrid patterns, the language model, and what a config will cost."""
+
+from seqmix.models.block import Block
+from seqmix.models.config import HybridLMConfig
+from seqmix.models.convert import stack, stack_paths, unstack, unstack_paths
+from seqmix.models.feed_forward import FeedForward, FeedForwardConfig
+from seqmix.models.inspection import LayerRow, Report, inspect, parameter_count
+from seqmix.models.language_model import HybridCache, HybridLM
+from seqmix.models.pattern import Element, PatternError, Plan, expand, parse
+from seqmix.models.stack import Stack, StackCache
+
+__all__ = [
+    "Block",
+    "Element",
+    "FeedForward",
+    "FeedForwardConfig",
+    "HybridCache",
+    "HybridLM",
+    "HybridLMConfig",
+    "LayerRow",
+    "PatternError",
+    "Plan",
+    "Report",
+    "Stack",
+    "StackCache",
+    "expand",
+    "inspect",
+    "parameter_count",
+    "parse",
+    "stack",
+    "stack_paths",
+    "unstack",
+    "unstack_paths",
+]

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints through Orbax: asynchronous, complete or absent, restorable on another mesh.
+
+A checkpoint of step s has four items:
+
+* `params`: {name: array}, enough for inference;
+* `training`: step, counters, optimizer and the model's other variables, flat by name;
+* `data`: the data iterator's state after s batches;
+* `facts`: what must match to restore (layer stacking, seed) and what helps to read it (versions).
+
+Orbax writes into a temporary directory and renames it when everything is on disk, so a process
+killed at any moment leaves the checkpoints before it intact.
+"""
+
+import base64
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from seqmix.training.state import TrainState
+
+
+class CheckpointError(RuntimeError):
+    """A save that failed; the cause is the storage's own error."""
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint that does not fit the model or the config; the message names the setting."""
+
+
+def flatten(state: TrainState) -> dict[str, jax.Array]:
+    """The part of a state outside `params`, as {name: array}."""
+    rest = state._replace(params={})
+    leaves = jax.tree_util.tree_flatten_with_path(rest)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def unflatten(arrays: Mapping[str, Any], params: dict[str, Any], like: TrainState) -> TrainState:
+    """Inverse of `flatten`: `like` gives the structure."""
+    names = flatten(like)
+    treedef = jax.tree.structure(like._replace(params={}))
+    return jax.tree.unflatten(treedef, [arrays[name] for name in names])._replace(params=params)
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints under `directory`.
+
+    Args:
+      directory: created when missing, unless `read_only`.
+      keep_last: number of newest checkpoints kept.
+      keep_every: checkpoints whose step is a multiple are kept for good; None for none.
+      read_only: for reading alone: nothing is created or removed.
+
+    Raises:
+      FileNotFoundError: `read_only`, and there is no such directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        read_only: bool = False,
+    ):
+        self.directory = Path(directory).absolute()
+        if read_only and not self.directory.is_dir():
+            raise FileNotFoundError(f"no checkpoints: {self.directory} does not exist")
+        policies = [preservation_policy.LatestN(keep_last)]
+        if keep_every is not None:
+            policies.append(preservation_policy.EveryNSteps(keep_every))
+        options = ocp.CheckpointManagerOptions(
+            create=not read_only,
+            # A reader must not remove what a running trainer is writing.
+            cleanup_tmp_directories=not read_only,
+            enable_async_checkpointing=not read_only,
+            # Made in the caller, a directory that cannot be made is an error at once.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._pending = False
+
+    def latest_step(self) -> int | None:
+        """Step of the newest complete checkpoint, None when there is none."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: TrainState, data: Any, facts: Mapping[str, Any]) -> bool:
+        """Starts a save; returns once the arrays are copied off the devices. False if it exists.
+
+        Args:
+          step: number of batches consumed.
+          state: the state; its buffers may be donated as soon as this returns.
+          data: the data iterator's state: JSON-able, or bytes.
+          facts: JSON-able facts about the run, checked by `check_facts` when restoring.
+
+        Raises:
+          CheckpointError: this save, or the one before it, failed.
+        """
+        self._raise_failures(wait=True)
+        if step in self._manager.all_steps():
+            return False
+        args = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            training=ocp.args.StandardSave(flatten(state)),
+            data=ocp.args.JsonSave(_encode(data)),
+            facts=ocp.args.JsonSave(dict(facts)),
+        )
+        try:
+            self._manager.save(step, args=args, force=True)
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._pending = True
+        return True
+
+    def poll(self) -> None:
+        """Raises CheckpointError if a save failed meanwhile; costs next to nothing."""
+        self._raise_failures(wait=False)
+
+    def wait(self) -> None:
+        """Waits until the last save is complete on disk; raises CheckpointError if it failed."""
+        self._raise_failures(wait=True)
+
+    def close(self) -> None:
+        """Waits for a save under way and ends the manager's threads; a failure is logged.
+
+        For leaving on any path: `wait` first, where the save's success matters.
+        """
+        try:
+            self._manager.close()
+        except Exception:
+            logging.getLogger(__name__).exception("closing %s", self.directory)
+
+    def restore(self, step: int, like: TrainState, shardings: TrainState) -> tuple[TrainState, Any]:
+        """Reads a state onto the devices, on whatever mesh `shardings` are of.
+
+        Args:
+          step: a complete checkpoint's step.
+          like: arrays or ShapeDtypeStructs of the state's structure.
+          shardings: the same structure of shardings.
+
+        Returns:
+          (state, data iterator's state).
+
+        Raises:
+          CheckpointMismatchError: parameters of other names or shapes; names the first.
+        """
+        flat = flatten(like)
+        self._check_arrays(step, "params", like.params)
+        self._check_arrays(step, "training", flat)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(_abstract(like.params, shardings.params)),
+                training=ocp.args.StandardRestore(_abstract(flat, flatten(shardings))),
+                data=ocp.args.JsonRestore(),
+            ),
+        )
+        state = unflatten(restored["training"], dict(restored["params"]), like)
+        return state, _decode(restored["data"])
+
+    def restore_params(
+        self, step: int, like: Mapping[str, Any], shardings: Mapping[str, Sharding]
+    ) -> dict[str, jax.Array]:
+        """Reads the parameters alone; arguments and errors as `restore`."""
+        self._check_arrays(step, "params", like)
+        args = ocp.args.StandardRestore(_abstract(like, shardings))
+        restored = self._manager.restore(step, args=ocp.args.Composite(params=args))
+        return dict(restored["params"])
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """The facts saved with a checkpoint."""
+        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["facts"]
+
+    def _check_arrays(self, step: int, item: str, wanted: Mapping[str, Any]):
+        handler = ocp.StandardCheckpointHandler()
+        saved = handler.metadata(self.directory / str(step) / item)
+        saved = dict(getattr(saved, "tree", saved))
+        where = f"checkpoint {step} in {self.directory}"
+        for name in sorted(set(saved) ^ set(wanted)):
+            side = "is missing" if name in wanted else "is not in the model"
+            raise CheckpointMismatchError(f"{where}: {name!r} {side}; check the model's config")
+        for name, value in wanted.items():
+            if tuple(saved[name].shape) != tuple(value.shape):
+                raise CheckpointMismatchError(
+                    f"{where}: {name!r} has shape {tuple(saved[name].shape)}, the model's is "
+                    f"{tuple(value.shape)}; check the model's config"
+                )
+
+    def _raise_failures(self, *, wait: bool):
+        if not self._pending or (not wait and self._manager.is_saving_in_progress()):
+            return
+        self._pending = False
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failure(None, error) from error
+
+    def _failure(self, step: int | None, error: Exception) -> CheckpointError:
+        what = "the last checkpoint" if step is None else f"checkpoint {step}"
+        reason = f"{type(error).__name__}: {error}"
+        return CheckpointError(f"saving {what} under {self.directory} failed: {reason}")
+
+
+def has_checkpoint(directory: Path | str) -> bool:
+    """Whether a directory holds a complete checkpoint; unlike a `Checkpointer`, creates nothing."""
+    path = Path(directory)
+    return path.is_dir() and any(entry.name.isdigit() for entry in path.iterdir())
+
+
+def check_facts(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
+    """Compares facts that must match, keyed by the setting's name (`HybridLM.scan`).
+
+    Raises:
+      CheckpointMismatchError: names every setting that differs, with both values.
+    """
+    differing = [name for name in current if name in saved and saved[name] != current[name]]
+    if differing:
+        lines = [
+            f"{name} is {current[name]!r}, the checkpoint was written with {saved[name]!r}"
+            for name in differing
+        ]
+        raise CheckpointMismatchError(f"{where}: " + "; ".join(lines))
+
+
+def _abstract(arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> dict[str, Any]:
+    return {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=shardings[name])
+        for name, value in arrays.items()
+    }
+
+
+def _encode(data: Any) -> dict[str, Any]:
+    if isinstance(data, bytes):
+        return {"base64": base64.b64encode(data).decode("ascii")}
+    return {"json": data}
+
+
+def _decode(stored: Mapping[str, Any]) -> Any:
+    return base64.b64decode(stored["base64"]) if "base64" in stored else stored["json"]

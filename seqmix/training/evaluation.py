@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation, and loading a trained model from its run folder."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from seqmix import data
+from seqmix.models import HybridLM
+from seqmix.training.checkpoint import Checkpointer
+from seqmix.training.compilation import enable_compilation_cache
+from seqmix.training.experiment import Experiment, load_experiment
+from seqmix.training.program import Program, build_program, define_model
+from seqmix.training.state import Arrays
+from seqmix.training.step import summarise
+
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+
+
+def validation_data(experiment: Experiment) -> data.PackedDataset:
+    """The validation split in this process's batches; one pass, the same under every seed."""
+    return data.build(
+        experiment.data,
+        split="validation",
+        batch_size=experiment.trainer.batch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def run_evaluation(
+    program: Program,
+    params: Arrays,
+    variables: Arrays,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    limit: int | None,
+    z_loss: float,
+) -> dict[str, float]:
+    """Runs the model over batches.
+
+    Args:
+      program: the compiled experiment.
+      params, variables: the model.
+      batches: full or short batches.
+      limit: at most this many, None for all.
+      z_loss: coefficient, for the reported z-loss.
+
+    Returns:
+      See `seqmix.training.step.summarise`.
+    """
+    sums, pending = np.zeros(()), []
+    iterator = iter(batches)
+    try:
+        for batch in itertools.islice(iterator, limit):
+            pending.append(program.eval_step(params, variables, program.put(batch)))
+            if len(pending) > 2:  # enough to keep the device busy, and no more in memory
+                sums = sums + np.asarray(pending.pop(0), np.float64)
+        for vector in pending:
+            sums = sums + np.asarray(vector, np.float64)
+    finally:
+        if hasattr(iterator, "close"):
+            iterator.close()
+    if not sums.shape:
+        raise ValueError("the validation split gave no batch")
+    return summarise(sums, z_loss)
+
+
+def evaluate(
+    experiment: Experiment | None,
+    run_dir: Path | str,
+    *,
+    step: int | None = None,
+    batches: int | None = None,
+) -> dict[str, Any]:
+    """Evaluates a run's checkpoint on the validation split.
+
+    Args:
+      experiment: the config to evaluate under (data, mesh, batch size); None for the run's own.
+      run_dir: a folder written by `train`.
+      step: which checkpoint, None for the newest.
+      batches: at most this many, None for the whole split.
+
+    Returns:
+      "step", and see `seqmix.training.step.summarise`.
+
+    Raises:
+      FileNotFoundError: no run folder, or no checkpoint in it.
+      CheckpointMismatchError: the config's model is not the checkpoint's.
+    """
+    experiment = experiment or load_experiment(run_dir)
+    if experiment.trainer.compilation_cache:
+        enable_compilation_cache()
+    dataset = validation_data(experiment)
+    program = build_program(experiment, dataset.tokenizer.byte_lengths())
+    with _open(run_dir, step) as (checkpointer, chosen):
+        params = checkpointer.restore_params(
+            chosen, program.abstract.params, program.shardings.params
+        )
+    variables = {}
+    if program.definition.variables:
+        variables = jax.jit(lambda: program.definition.initialise()[1])()
+    result = run_evaluation(program, params, variables, dataset, batches, experiment.trainer.z_loss)
+    return {"step": chosen, **result}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """A trained model and what it was trained with."""
+
+    model: HybridLM
+    experiment: Experiment
+    tokenizer: data.Tokenizer
+    step: int
+
+
+def load_run(run_dir: Path | str, *, step: int | None = None) -> LoadedRun:
+    """Loads a run's model onto one device, for inference.
+
+    Args:
+      run_dir: a folder written by `train`.
+      step: which checkpoint, None for the newest.
+
+    Raises:
+      FileNotFoundError: no run folder, or no checkpoint in it.
+    """
+    experiment = load_experiment(run_dir)
+    definition = define_model(experiment)
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    with _open(run_dir, step) as (checkpointer, chosen):
+        shardings = dict.fromkeys(definition.params, here)
+        params = checkpointer.restore_params(chosen, definition.params, shardings)
+    variables = {}
+    if definition.variables:
+        variables = jax.jit(lambda: definition.initialise()[1])()
+    tokenizer = data.load_tokenizer(Path(run_dir) / TOKENIZER)
+    return LoadedRun(definition.merge(params, variables), experiment, tokenizer, chosen)
+
+
+@contextlib.contextmanager
+def _open(run_dir: Path | str, step: int | None) -> Iterator[tuple[Checkpointer, int]]:
+    """A read-only checkpointer and the chosen step."""
+    checkpointer = Checkpointer(Path(run_dir) / CHECKPOINTS, read_only=True)
+    try:
+        steps = checkpointer.steps()
+        if step is None and steps:
+            step = steps[-1]
+        if step not in steps:
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise FileNotFoundError(f"{wanted} in {checkpointer.directory}; found {steps}")
+        yield checkpointer, step
+    finally:
+        checkpointer.close()

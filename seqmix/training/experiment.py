@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The root config of a run, and how a resumed run's config may differ from the saved one."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from seqmix import config
+from seqmix.data import DataConfig
+from seqmix.models import HybridLMConfig
+from seqmix.parallel import MeshConfig
+from seqmix.training.optimizer import AdamWConfig, MuonConfig
+from seqmix.training.schedule import WarmupCosineConfig, WarmupLinearConfig, WSDConfig
+
+CONFIG_FILE = "config.gin"
+
+
+@config.configurable("Trainer")
+@dataclasses.dataclass(frozen=True)
+class TrainerConfig:
+    """The training loop's settings.
+
+    Attributes:
+      steps: optimizer steps of the whole run; the schedule's length.
+      batch_size: rows per step, over all devices and micro-batches.
+      gradient_accumulation: micro-batches a step is cut into; changes memory, not the gradient.
+      eval_every: steps between evaluations, None for none at all; the end of the run has one too.
+      eval_batches: batches of an evaluation, None for the whole validation split.
+      log_every: steps between records of the training metrics.
+      checkpoint_every: steps between checkpoints, None for the end of the run only.
+      keep_last: newest checkpoints kept.
+      keep_every: checkpoints at multiples of this step are kept for good; None for none.
+      z_loss: coefficient of the z-loss, 0 for none.
+      loss_chunk_tokens: tokens per device whose logits exist at once.
+      max_consecutive_nonfinite: skipped steps in a row that stop the run.
+      seed: of the parameters (`Data.seed` orders the data).
+      profile_start: step at which a profiler trace starts, None for none.
+      profile_steps: steps in the trace.
+      compilation_cache: keep compiled programs on disk (`seqmix.training.compilation`).
+    """
+
+    steps: int = 1000
+    batch_size: int = 16
+    gradient_accumulation: int = 1
+    eval_every: int | None = 200
+    eval_batches: int | None = None
+    log_every: int = 10
+    checkpoint_every: int | None = 200
+    keep_last: int = 2
+    keep_every: int | None = None
+    z_loss: float = 1e-4
+    loss_chunk_tokens: int = 4096
+    max_consecutive_nonfinite: int = 10
+    seed: int = 0
+    profile_start: int | None = None
+    profile_steps: int = 5
+    compilation_cache: bool = True
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("z_loss", "seed", "profile_start") else 1
+            if value is not None and value < least and not isinstance(value, bool):
+                raise ValueError(f"Trainer.{field.name} must be >= {least}, got {value}")
+        if self.batch_size % self.gradient_accumulation:
+            raise ValueError(
+                f"Trainer.batch_size must be a multiple of Trainer.gradient_accumulation="
+                f"{self.gradient_accumulation}, got {self.batch_size}"
+            )
+
+
+@config.configurable("Experiment")
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that defines a run.
+
+    Attributes:
+      model: the language model.
+      data: corpora, tokenizer and packing.
+      optimizer: AdamW or Muon, with the peak learning rate.
+      schedule: the learning rate's course.
+      trainer: the loop.
+      mesh: the devices' layout.
+    """
+
+    model: HybridLMConfig = dataclasses.field(default_factory=HybridLMConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: AdamWConfig | MuonConfig = dataclasses.field(default_factory=AdamWConfig)
+    schedule: WarmupCosineConfig | WSDConfig | WarmupLinearConfig = dataclasses.field(
+        default_factory=WarmupCosineConfig
+    )
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+
+class ResumeError(ValueError):
+    """A run folder's config and the wanted one differ where a resumed run must not."""
+
+
+# What may change between the parts of one run: neither parameters nor the order of the data depend
+# on it. A longer or shorter run stretches the schedule, knowingly.
+_MAY_CHANGE = {
+    ("Trainer", name)
+    for name in (
+        "steps",
+        "eval_every",
+        "eval_batches",
+        "log_every",
+        "checkpoint_every",
+        "keep_last",
+        "keep_every",
+        "max_consecutive_nonfinite",
+        "profile_start",
+        "profile_steps",
+        "compilation_cache",
+    )
+} | {("Mesh", "data"), ("Mesh", "fsdp"), ("Data", "cache_dir"), ("Data", "prefetch")}
+
+
+def load_experiment(run_dir: Path | str, overrides: Iterable[str] = ()) -> Experiment:
+    """Builds the experiment saved in a run folder.
+
+    Args:
+      run_dir: a folder written by `train`.
+      overrides: "Name.parameter=value" each, applied on top.
+
+    Raises:
+      FileNotFoundError: the folder holds no saved config.
+      ConfigError: the saved text or an override does not build.
+    """
+    path = Path(run_dir) / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{run_dir} is no run folder: it holds no {CONFIG_FILE}")
+    return config.load([path], overrides).build(Experiment)
+
+
+def check_resumable(saved: Experiment, wanted: Experiment, run_dir: Path | str) -> None:
+    """Compares the configs of a run's two parts.
+
+    Raises:
+      ResumeError: names every setting that differs and may not, with both values.
+    """
+    before, after = (config.from_text(config.resolved(e)).bindings for e in (saved, wanted))
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        scope, name, parameter = key
+        old, new = (_value(bindings, key) for bindings in (before, after))
+        if old != new and (name, parameter) not in _MAY_CHANGE:
+            path = f"{scope}/{name}" if scope else name
+            lines.append(f"  {path}.{parameter} was {old}, is {new}")
+    if lines:
+        raise ResumeError(
+            f"{run_dir} was trained with another config; resume it as it was, or take a new "
+            "folder:\n" + "\n".join(lines)
+        )
+
+
+def _value(bindings, key) -> str:
+    if key not in bindings:
+        return "absent"
+    value = bindings[key].value
+    # gin's references show themselves as gin writes them, plain values as Python does.
+    return repr(value) if isinstance(value, bool | int | float | str | None) else str(value)

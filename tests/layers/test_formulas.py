@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each layer against its formulas, written a second time: token by token, head by head, float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from seqmix.layers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config
+from tests.layers.modules import graph_and_shapes, random_parameters
+
+WIDTH, TIME = 12, 11
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def rms(x, epsilon):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+
+
+def convolve(x, kernel, bias=None):
+    """x [T, D], kernel [W, D]."""
+    taps = len(kernel)
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        for tap in range(taps):
+            if (source := t - (taps - 1) + tap) >= 0:
+                y[t] += x[source] * kernel[tap]
+    return silu(y if bias is None else y + bias)
+
+
+def build(config):
+    """The compiled layer and its parameters by name."""
+    graph, shapes = graph_and_shapes(config, WIDTH)
+    state = random_parameters(shapes)
+    flat = {
+        ".".join(map(str, p)): np.asarray(v[...], np.float64) for p, v in nnx.to_flat_state(state)
+    }
+    return jax.jit(lambda x: nnx.merge(graph, state)(x)), flat
+
+
+def check(module, expected, x):
+    y, cache = module(jnp.asarray(x, jnp.float32)[None])
+    assert cache is None
+    np.testing.assert_allclose(y[0], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_gated_delta_net(negative):
+    config = GatedDeltaNetConfig(
+        heads=2, value_heads=4, head_width=5, value_width=3, allow_negative_eigenvalues=negative
+    )
+    module, p = build(config)
+    x = np.random.default_rng(0).normal(size=(TIME, WIDTH))
+    q, k, v = (
+        convolve(x @ p[f"{n}.kernel"], p[f"{n}_convolution.kernel"])
+        for n in ("query", "key", "value")
+    )
+    g = -np.exp(p["A_log"]) * softplus(x @ p["decay.kernel"] + p["dt_bias"])
+    beta = sigmoid(x @ p["beta.kernel"]) * (2 if negative else 1)
+    gate = (x @ p["gate.kernel"]).reshape(TIME, 4, 3)
+    out = np.zeros((TIME, 4, 3))
+    for head in range(4):
+        S = np.zeros((5, 3))
+        group = slice(5 * (head // 2), 5 * (head // 2) + 5)
+        for t in range(TIME):
+            qt, kt = q[t, group], k[t, group]
+            qt, kt = qt / np.sqrt(qt @ qt + 1e-6), kt / np.sqrt(kt @ kt + 1e-6)
+            S = np.exp(g[t, head]) * S
+            S = S + beta[t, head] * np.outer(kt, v[t, 3 * head : 3 * head + 3] - kt @ S)
+            out[t, head] = 5**-0.5 * qt @ S
+    out = rms(out, 1e-5) * p["norm.scale"] * silu(gate)
+    check(module, out.reshape(TIME, 12) @ p["output.kernel"], x)
+
+
+@pytest.mark.parametrize("limit", [None, (0.05, 0.3)])
+def test_mamba2(limit):
+    config = Mamba2Config(expand=2, head_width=4, state_size=5, groups=2, dt_limit=limit)
+    module, p = build(config)
+    u = np.random.default_rng(0).normal(size=(TIME, WIDTH))
+    x, B, C = (
+        convolve(u @ p[f"{n}.kernel"], p[f"{n}_convolution.kernel"], p[f"{n}_convolution.bias"])
+        for n in "xBC"
+    )
+    dt = softplus(u @ p["dt.kernel"] + p["dt_bias"])
+    if limit is not None:
+        clipped = np.clip(dt, *limit)
+        assert (clipped != dt).any()
+        dt = clipped
+    out = np.zeros((TIME, 6, 4))
+    for head in range(6):
+        h = np.zeros((4, 5))
+        group = slice(5 * (head // 3), 5 * (head // 3) + 5)
+        for t in range(TIME):
+            xt = x[t, 4 * head : 4 * head + 4]
+            h = np.exp(-np.exp(p["A_log"][head]) * dt[t, head]) * h
+            h = h + np.outer(dt[t, head] * xt, B[t, group])
+            out[t, head] = h @ C[t, group] + p["D"][head] * xt
+    y = out.reshape(TIME, 24) * silu(u @ p["gate.kernel"])
+    y = rms(y.reshape(TIME, 2, 12), 1e-5).reshape(TIME, 24) * p["norm.scale"]
+    check(module, y @ p["output.kernel"], u)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_heads": 1, "rotary_fraction": 0.5, "window": 4, "qk_norm": True, "bias": True},
+        {"kv_heads": 2, "rotary_fraction": 0.0, "logit_softcap": 0.5},
+    ],
+)
+def test_attention(options):
+    config = AttentionConfig(heads=4, head_width=8, rotary_base=50.0, **options)
+    module, p = build(config)
+    x = np.random.default_rng(0).normal(size=(TIME, WIDTH))
+    q, k, v = (
+        (x @ p[f"{n}.kernel"] + p.get(f"{n}.bias", 0)).reshape(TIME, -1, 8)
+        for n in ("query", "key", "value")
+    )
+    if config.qk_norm:
+        q, k = rms(q, 1e-6) * p["query_norm.scale"], rms(k, 1e-6) * p["key_norm.scale"]
+    half = int(8 * config.rotary_fraction) // 2
+    if half:
+        turn = np.exp(1j * np.outer(np.arange(TIME), 50.0 ** (-np.arange(half) / half)))[:, None]
+
+        def rotate(z):
+            pair = (z[..., :half] + 1j * z[..., half : 2 * half]) * turn
+            return np.concatenate([pair.real, pair.imag, z[..., 2 * half :]], -1)
+
+        q, k = rotate(q), rotate(k)
+    out = np.zeros((TIME, 4, 8))
+    for head in range(4):
+        kv = head // (4 // (config.kv_heads or 4))
+        for t in range(TIME):
+            first = 0 if config.window is None else max(0, t - config.window + 1)
+            logits = k[first : t + 1, kv] @ q[t, head] / np.sqrt(8)
+            if config.logit_softcap:
+                logits = config.logit_softcap * np.tanh(logits / config.logit_softcap)
+            weights = np.exp(logits - logits.max())
+            out[t, head] = weights / weights.sum() @ v[first : t + 1, kv]
+    check(module, out.reshape(TIME, 32) @ p["output.kernel"], x)

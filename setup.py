@@ -50,7 +50,14 @@ setup(
         "tpu": ["jax[tpu]"],
         "hf": ["datasets>=4", "safetensors>=0.6", TOKENIZERS, "transformers>=4.57"],
         "eval": ["lm-eval>=0.4.9"],
-        "dev": ["pytest>=8.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "ruff>=0.14"],
+        "dev": [
+            "beartype>=0.22",
+            "datasets>=4",
+            "pytest>=8.4",
+            "pytest-timeout>=2.4",
+            "pytest-xdist>=3.8",
+            "ruff>=0.14",
+        ],
     },
     entry_points={"console_scripts": ["seqmix = seqmix.cli:main"]},
     classifiers=[

@@ -31,6 +31,21 @@ def multiple(config: Any, name: str, value: int, of: str, divisor: int) -> None:
         )
 
 
+def expanded(config: Any, width: int) -> int:
+    """``config.expand`` times the model width.
+
+    Raises:
+      ValueError: that is no whole number.
+    """
+    inner = round(config.expand * width)
+    if not math.isclose(inner, config.expand * width):
+        raise ValueError(
+            f"{_gin_name(config)}.expand = {config.expand} times the model width {width} is no "
+            "whole number"
+        )
+    return inner
+
+
 def derived_heads(config: Any, width: int) -> int:
     """``config.heads``, or as many heads of ``config.head_width`` as fill the model width."""
     if config.heads is not None:

@@ -70,3 +70,35 @@ class Linear(nnx.Module):
         out_dtype = self.dtype if out_dtype is None else jnp.dtype(out_dtype)
         y = product(x.astype(self.dtype), self.kernel[...].astype(self.dtype), out_dtype)
         return y if self.bias is None else y + self.bias[...].astype(out_dtype)
+
+
+class BlockLinear(nnx.Module):
+    """y = x W + b with a block-diagonal W: each of ``blocks`` equal parts of x has its own matrix.
+
+    Kernels start as `Linear`'s do, the bias at zero.
+
+    Attributes:
+      kernel: [blocks, width / blocks, width / blocks].
+      bias: [width].
+    """
+
+    def __init__(
+        self, width: int, blocks: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+    ):
+        initialise = jax.nn.initializers.variance_scaling(
+            1.0, "fan_in", "truncated_normal", batch_axis=0
+        )
+        shape = (blocks, width // blocks, width // blocks)
+        self.kernel = nnx.Param(initialise(rngs.params(), shape, param_dtype))
+        self.bias = NoDecayParam(jnp.zeros((width,), param_dtype))
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array, *, out_dtype: Any = None) -> jax.Array:
+        """[..., width] to [..., width] in ``out_dtype``, default the compute dtype."""
+        out_dtype = self.dtype if out_dtype is None else jnp.dtype(out_dtype)
+        blocks = x.astype(self.dtype).reshape(*x.shape[:-1], self.kernel.shape[0], -1)
+        blocks = jnp.moveaxis(blocks, -2, 0)
+        parts = blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])
+        y = product(parts, self.kernel[...].astype(self.dtype), out_dtype)
+        y = jnp.moveaxis(y.reshape(blocks.shape), 0, -2).reshape(x.shape)
+        return y + self.bias[...].astype(out_dtype)

@@ -109,3 +109,38 @@ class GatedRMSNorm(nnx.Module):
         if self.order == "norm_then_gate":
             y = y * gate
         return y.astype(self.dtype)
+
+
+class GroupNorm(nnx.Module):
+    """Layer norm over each of several equal groups of channels, with a learned scale and bias.
+
+    Float32 inside. RWKV normalises its heads so (arXiv 1803.08494 for the norm).
+
+    Attributes:
+      scale: [width], starts at one.
+      bias: [width], starts at zero.
+    """
+
+    def __init__(
+        self, width: int, groups: int, *, epsilon: float = 1e-5, dtype: Any, param_dtype: Any
+    ):
+        """Builds the norm.
+
+        Raises:
+          ValueError: ``groups`` does not divide ``width``.
+        """
+        if groups < 1 or width % groups:
+            raise ValueError(f"groups must divide the width {width}, got {groups}")
+        self.scale = NoDecayParam(jnp.ones((width,), param_dtype))
+        self.bias = NoDecayParam(jnp.zeros((width,), param_dtype))
+        self.groups = groups
+        self.epsilon = epsilon
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., width] of any dtype to [..., width] in the compute dtype."""
+        y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = rms_normalise(y, self.epsilon).reshape(x.shape)
+        y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(self.dtype)

@@ -19,11 +19,18 @@ class LayerInfo:
         their code, the position inside the period.
       count: number of layers of the model.
       branches: residual branches of a layer (2 with a feed-forward part, 1 without).
+      below: number of layers below, for initial values that depend on depth; while a scanned stack
+        is built it is a traced integer, so nothing but arrays may depend on it. Default: `index`.
     """
 
     index: int = 0
     count: int = 1
     branches: int = 2
+    below: Any = None
+
+    def __post_init__(self):
+        if self.below is None:
+            object.__setattr__(self, "below", self.index)
 
     @property
     def residual_scale(self) -> float:

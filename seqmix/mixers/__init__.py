@@ -5,22 +5,61 @@ Every mixer returns `(out, final_state)`, takes `initial_state` and `segment_ids
 same numbers whichever implementation runs.
 """
 
+from seqmix.mixers import feature_maps as feature_maps
 from seqmix.mixers._segments import segment_positions
 from seqmix.mixers.attention import attention
 from seqmix.mixers.gated_delta_rule import delta_rule, gated_delta_rule
+from seqmix.mixers.gla import gla
+from seqmix.mixers.kda import kda
 from seqmix.mixers.kv_cache import KVCache, init_kv_cache
+from seqmix.mixers.lightning_attention import alibi_slopes, lightning_attention
+from seqmix.mixers.linear_attention import linear_attention
+from seqmix.mixers.mamba3 import Mamba3State, mamba3
+from seqmix.mixers.performer_attention import (
+    PerformerState,
+    init_performer_state,
+    performer_attention,
+)
+from seqmix.mixers.retention import retention
+from seqmix.mixers.rg_lru import rg_lru
+from seqmix.mixers.rwkv6 import rwkv5, rwkv6
+from seqmix.mixers.rwkv7 import rwkv7
+from seqmix.mixers.second_order_attention import second_order_attention
+from seqmix.mixers.selective_scan import selective_scan
 from seqmix.mixers.short_convolution import short_convolution
 from seqmix.mixers.simple_gla import simple_gla
 from seqmix.mixers.ssd import ssd
+from seqmix.mixers.structured_mask import structured_mask
+from seqmix.mixers.token_shift import token_shift
 
 __all__ = [
     "KVCache",
+    "Mamba3State",
+    "PerformerState",
+    "alibi_slopes",
     "attention",
     "delta_rule",
+    "feature_maps",
     "gated_delta_rule",
+    "gla",
     "init_kv_cache",
+    "init_performer_state",
+    "kda",
+    "lightning_attention",
+    "linear_attention",
+    "mamba3",
+    "performer_attention",
+    "retention",
+    "rg_lru",
+    "rwkv5",
+    "rwkv6",
+    "rwkv7",
+    "second_order_attention",
     "segment_positions",
+    "selective_scan",
     "short_convolution",
     "simple_gla",
     "ssd",
+    "structured_mask",
+    "token_shift",
 ]

@@ -40,11 +40,11 @@ class Layout(NamedTuple):
         return self.blocks * self.chunks * self.chunk
 
 
-def layout(time: int, chunk_size: int) -> Layout:
+def layout(time: int, chunk_size: int, block_tokens: int = BLOCK_TOKENS) -> Layout:
     """The cut with chunks of `chunk_size` tokens, shortened to the next power of two >= T."""
     chunk = min(chunk_size, max(1, 1 << (time - 1).bit_length()))
     total = -(-time // chunk)
-    blocks = -(-total // max(1, BLOCK_TOKENS // chunk))
+    blocks = -(-total // max(1, block_tokens // chunk))
     return Layout(time, blocks, -(-total // blocks), chunk)
 
 
@@ -67,9 +67,23 @@ def from_blocks(x: jax.Array, cut: Layout) -> jax.Array:
     return x.reshape(x.shape[0], cut.padded, *x.shape[4:])[:, : cut.time]
 
 
+def head_blocks(x: jax.Array, cut: Layout) -> jax.Array:
+    """[B, T, H, ...] -> [blocks, B, chunks, H, C, ...], padded with zeros.
+
+    Tokens of a chunk next to the widths: the contractions over a chunk are then plain batched
+    matrix products, and each array is transposed once.
+    """
+    return jnp.moveaxis(to_blocks(x, cut), 4, 3)
+
+
+def from_head_blocks(x: jax.Array, cut: Layout) -> jax.Array:
+    """[blocks, B, chunks, H, C, ...] -> [B, T, H, ...]."""
+    return from_blocks(jnp.moveaxis(x, 3, 4), cut)
+
+
 def split_heads(x: jax.Array, *counts: int) -> jax.Array:
-    """Splits the head axis (4th of a blocked array without the block axis) into `counts`."""
-    return x.reshape(*x.shape[:3], *counts, *x.shape[4:])
+    """Splits the head axis of one block's [B, chunks, H, C, ...] into `counts`."""
+    return x.reshape(*x.shape[:2], *counts, *x.shape[3:])
 
 
 class Decay(NamedTuple):
@@ -89,18 +103,23 @@ class Decay(NamedTuple):
     through: jax.Array
 
 
-def decays(log_decay: jax.Array, run: jax.Array | None, entry_run: jax.Array | None) -> Decay:
+def decays(
+    log_decay: jax.Array,
+    run: jax.Array | None,
+    entry_run: jax.Array | None,
+    sums: Callable[[jax.Array], jax.Array] = range_sums,
+) -> Decay:
     """The decays of the chunks of one block.
 
     Args:
-      log_decay: [B, n, C, h, r], non-positive and finite.
+      log_decay: [B, n, h, r, C], non-positive and finite.
       run: [B, n, C] int32 document number, or None when the row is one document.
       entry_run: [B, n] int32, the document that the entering state belongs to.
+      sums: how ranges are summed, `range_sums` or `long_range_sums`.
     """
-    steps = jnp.moveaxis(log_decay, 2, -1)
-    chunk = steps.shape[-1]
-    ranges = range_sums(steps)
-    from_start = ranges[..., :, 0] + steps[..., :1]
+    chunk = log_decay.shape[-1]
+    ranges = sums(log_decay)
+    from_start = ranges[..., :, 0] + log_decay[..., :1]
     entry, leave = jnp.exp(from_start), jnp.exp(ranges[..., -1, :])
     through = entry[..., -1]
     visible = jnp.tril(jnp.ones((chunk, chunk), bool))
@@ -123,7 +142,11 @@ def entry_runs(run: jax.Array) -> jax.Array:
 
 
 def grouped(heads: Heads, q: jax.Array, k: jax.Array, v: jax.Array, *gates: jax.Array):
-    """Splits the head axes of one block: q [..., h, x, K], k [..., h, K], v [..., h, r, V], ..."""
+    """Splits the head axes of one block.
+
+    Returns:
+      q [B, n, h, x, C, K], k [B, n, h, C, K], v [B, n, h, r, C, V] and each gate [B, n, h, r, C].
+    """
     return (
         split_heads(q, heads.keys, heads.queries),
         k,

@@ -37,6 +37,7 @@ def contract(spec: str, *operands: jax.Array, dtype=None) -> jax.Array:
     if dtype is not None:
         operands = tuple(x.astype(dtype) for x in operands)
     wide = state_dtype(*operands)
+    spec, operands, shape = _drop_single_axes(spec, operands)
 
     def product(*operands):
         return jnp.einsum(
@@ -44,12 +45,36 @@ def contract(spec: str, *operands: jax.Array, dtype=None) -> jax.Array:
         )
 
     if all(x.dtype == wide for x in operands):
-        return product(*operands)
-    # XLA's CPU backend refuses some products of bfloat16 into float32 (it depends on the shapes);
-    # widened operands give the same numbers.
-    return lax.platform_dependent(
-        *operands, cpu=lambda *xs: product(*(x.astype(wide) for x in xs)), default=product
-    )
+        out = product(*operands)
+    else:
+        # XLA's CPU backend refuses some products of bfloat16 into float32 (it depends on the
+        # shapes); widened operands give the same numbers.
+        out = lax.platform_dependent(
+            *operands, cpu=lambda *xs: product(*(x.astype(wide) for x in xs)), default=product
+        )
+    return out if shape is None else out.reshape(shape)
+
+
+def _drop_single_axes(spec: str, operands: tuple[jax.Array, ...]):
+    """The einsum without axes of size 1, and the shape its result must take (None: as it is).
+
+    Single axes (ungrouped heads) between batch and contracted axes keep XLA from seeing a plain
+    batched matrix product, and each operand would be copied into one.
+    """
+    if "." in spec:
+        return spec, operands, None
+    inputs, output = spec.split("->")
+    terms = inputs.split(",")
+    size = {
+        axis: n
+        for term, x in zip(terms, operands, strict=True)
+        for axis, n in zip(term, x.shape, strict=True)
+    }
+    single = "".join(axis for axis, n in size.items() if n == 1)
+    dropped = str.maketrans("", "", single)
+    operands = tuple(x.reshape([n for n in x.shape if n != 1]) for x in operands)
+    terms = ",".join(term.translate(dropped) for term in terms)
+    return f"{terms}->{output.translate(dropped)}", operands, [size[axis] for axis in output]
 
 
 def varying_like(x: jax.Array, *references: jax.Array) -> jax.Array:
@@ -85,8 +110,14 @@ def range_sums(log_decay: jax.Array) -> jax.Array:
       [..., C, C] with entry (i, j) = sum of log_decay over j < r <= i, 0 where i <= j.
     """
     chunk = log_decay.shape[-1]
-    terms = log_decay[..., :, None] * lower_ones(chunk, log_decay.dtype, strict=True)
-    return contract("ir,...rj->...ij", lower_ones(chunk, log_decay.dtype), terms)
+    until = log_decay[..., None, :] * lower_ones(chunk, log_decay.dtype)
+    return contract("...ir,rj->...ij", until, lower_ones(chunk, log_decay.dtype, strict=True))
+
+
+def long_range_sums(log_decay: jax.Array) -> jax.Array:
+    """`range_sums` for a chunk so long that C^3 additions are too many: C^2 log C."""
+    ones = lower_ones(log_decay.shape[-1], log_decay.dtype, strict=True)
+    return lax.associative_scan(jnp.add, log_decay[..., :, None] * ones, axis=log_decay.ndim - 1)
 
 
 def straddling_sums(pairs: jax.Array) -> jax.Array:
@@ -99,18 +130,18 @@ def straddling_sums(pairs: jax.Array) -> jax.Array:
       [..., C].
     """
     chunk = pairs.shape[-1]
-    from_t_on = contract("it,...ij->...tj", lower_ones(chunk, pairs.dtype), pairs)
-    return jnp.sum(from_t_on * lower_ones(chunk, pairs.dtype, strict=True), axis=-1)
+    before_t = contract("...ij,tj->...it", pairs, lower_ones(chunk, pairs.dtype, strict=True))
+    return jnp.sum(before_t * lower_ones(chunk, pairs.dtype), axis=-2)
 
 
 def suffix_sums(x: jax.Array) -> jax.Array:
     """[..., C] -> sum of x over i >= t."""
-    return contract("it,...i->...t", lower_ones(x.shape[-1], x.dtype), x)
+    return contract("...i,it->...t", x, lower_ones(x.shape[-1], x.dtype))
 
 
 def prefix_sums_exclusive(x: jax.Array) -> jax.Array:
     """[..., C] -> sum of x over j < t."""
-    return contract("tj,...j->...t", lower_ones(x.shape[-1], x.dtype, strict=True), x)
+    return contract("...j,tj->...t", x, lower_ones(x.shape[-1], x.dtype, strict=True))
 
 
 def unit_lower_inverse(strictly_lower: jax.Array) -> jax.Array:

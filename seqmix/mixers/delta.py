@@ -17,8 +17,9 @@ Only V' and S' are sequential over chunks. Backward: dV' and dS by the reverse r
     dV' = A^T dO + (e^{G_C - G} * K) dS
     dS_in = e^{G_C} dS + s (e^G * Q)^T dO - W^T dV'
 
-then, in parallel over chunks, dU = dV', dW = -dV' S^T, dL = -strict(T^T dT T^T) and the products'
-own gradients. The gradient of log-decays is formed as in `scalar_decay`.
+then, in parallel over chunks: V' solves (I + L) V' = beta (V - e^G * K S), so with dR = T^T dV' the
+gradient of that right side, dL = -strict(dR V'^T), and the products' own gradients follow. The
+gradient of log-decays is formed as in `scalar_decay`.
 """
 
 import functools
@@ -131,29 +132,27 @@ class _Parts:
     def __init__(self, q, k, v, log_decay, beta, run, entry, low):
         self.low = low
         self.decay = chunks.decays(log_decay, run, entry)
-        self.entry = jnp.moveaxis(self.decay.entry, -1, 2)
-        self.leave = jnp.moveaxis(self.decay.exit, -1, 2)
-        self.beta = jnp.moveaxis(beta, 2, -1)
-        self.read_beta = self.beta * self.decay.entry
-        self.strict = self.decay.intra * lower_ones(k.shape[2], self.decay.intra.dtype, strict=True)
-        self.kk = contract("bnihk,bnjhk->bnhij", k, k, dtype=low)[:, :, :, None]
-        self.inverse = unit_lower_inverse(self.beta[..., None] * self.kk * self.strict)
+        self.entry = self.decay.entry[..., None]
+        self.leave = self.decay.exit[..., None]
+        self.beta = beta
+        self.read_beta = beta * self.decay.entry
+        self.strict = self.decay.intra * lower_ones(k.shape[3], self.decay.intra.dtype, strict=True)
+        self.kk = contract("bnhik,bnhjk->bnhij", k, k, dtype=low)[:, :, :, None]
+        self.inverse = unit_lower_inverse(beta[..., None] * self.kk * self.strict)
         self.w = contract(
-            "bnhrij,bnjhk->bnihrk", self.inverse * self.read_beta[..., None, :], k, dtype=low
+            "bnhrij,bnhjk->bnhrik", self.inverse * self.read_beta[..., None, :], k, dtype=low
         )
-        self.u = contract(
-            "bnhrij,bnjhrv->bnihrv", self.inverse * self.beta[..., None, :], v, dtype=low
-        )
-        self.qk = contract("bnihxk,bnjhk->bnhxij", q, k, dtype=low)[:, :, :, None]
+        self.u = contract("bnhrij,bnhrjv->bnhriv", self.inverse * beta[..., None, :], v, dtype=low)
+        self.qk = contract("bnhxik,bnhjk->bnhxij", q, k, dtype=low)[:, :, :, None]
         self.attention = self.qk * self.decay.intra[:, :, :, :, None]
 
     def states(self, k, state):
-        """State after the block; states entering each chunk; V' [B, n, C, h, r, V]."""
+        """State after the block; states entering each chunk; V' [B, n, h, r, C, V]."""
 
         def step(s, x):
             through, k, leave, w, u = x
-            new = u - contract("bihrk,bhrkv->bihrv", w, s, dtype=self.low)
-            written = contract("bjhk,bjhrv->bhrkv", k, new * leave[..., None], dtype=self.low)
+            new = u - contract("bhrik,bhrkv->bhriv", w, s, dtype=self.low)
+            written = contract("bhjk,bhrjv->bhrkv", k, new * leave, dtype=self.low)
             return through[..., None, None] * s + written, (s, new)
 
         xs = (self.decay.through, k, self.leave, self.w, self.u)
@@ -168,7 +167,7 @@ def _chunked(static, q, k, v, log_decay, beta, state, run):
 
 def _blocked_inputs(static, q, k, v, log_decay, beta, run):
     _, _, cut = static
-    xs = tuple(chunks.to_blocks(a, cut) for a in (q, k, v, log_decay, beta))
+    xs = tuple(chunks.head_blocks(a, cut) for a in (q, k, v, log_decay, beta))
     if run is None:
         return (*xs, None, None)
     run = chunks.to_blocks(run, cut, fill_last=True)
@@ -184,15 +183,16 @@ def _chunked_forward(static, q, k, v, log_decay, beta, state, run):
         q, k, v, log_decay, beta = chunks.grouped(heads, *arrays)
         parts = _Parts(q, k, v, log_decay, beta, run, entry, low)
         after, entering, new = parts.states(k, state)
-        out = contract("bnhrxij,bnjhrv->bnihrxv", parts.attention, new, dtype=low)
-        read = contract("bnihxk,bnhrkv->bnihrxv", q, entering, dtype=low)
-        out = scale * (out + read * parts.entry[..., None, None])
-        return after, (out.reshape(*out.shape[:3], heads.outputs, -1).astype(v.dtype), state)
+        out = contract("bnhrxij,bnhrjv->bnhrxiv", parts.attention, new, dtype=low)
+        read = contract("bnhxik,bnhrkv->bnhrxiv", q, entering, dtype=low)
+        out = scale * (out + read * parts.entry[:, :, :, :, None])
+        out = out.reshape(*out.shape[:2], heads.outputs, *out.shape[-2:])
+        return after, (out.astype(v.dtype), state)
 
     first = state.reshape(state.shape[0], heads.keys, heads.values, *state.shape[2:])
     xs = _blocked_inputs(static, q, k, v, log_decay, beta, run)
     final, (out, block_states) = lax.scan(block, first, xs)
-    result = chunks.from_blocks(out, cut), final.reshape(state.shape)
+    result = chunks.from_head_blocks(out, cut), final.reshape(state.shape)
     return result, (q, k, v, log_decay, beta, run, block_states)
 
 
@@ -216,25 +216,24 @@ def _chunked_backward(static, residuals, cotangents):
 
     d_last = d_final.reshape(d_final.shape[0], heads.keys, heads.values, *d_final.shape[2:])
     xs = (
-        chunks.to_blocks(d_out, cut),
+        chunks.head_blocks(d_out, cut),
         block_states,
         *_blocked_inputs(static, q, k, v, log_decay, beta, run),
     )
     d_state, grads = lax.scan(block, d_last.astype(block_states.dtype), xs, reverse=True)
-    return *(chunks.from_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
+    return *(chunks.from_head_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
 
 
 def _reverse_states(parts, q, k, d_out, d_read, d_state):
     """Gradients of the entering state, of each chunk's leaving state, and of V'."""
     low = parts.low
-    from_reads = contract("bnihxk,bnihrxv->bnhrkv", q, d_read, dtype=low)
-    d_new_inside = contract("bnhrxij,bnihrxv->bnjhrv", parts.attention, d_out, dtype=low)
+    from_reads = contract("bnhxik,bnhrxiv->bnhrkv", q, d_read, dtype=low)
+    d_new_inside = contract("bnhrxij,bnhrxiv->bnhrjv", parts.attention, d_out, dtype=low)
 
     def step(d_state, x):
         through, k, leave, w, from_reads, inside = x
-        written = contract("bjhk,bhrkv->bjhrv", k, d_state, dtype=low)
-        d_new = inside + leave[..., None] * written
-        erased = contract("bihrk,bihrv->bhrkv", w, d_new, dtype=low)
+        d_new = inside + leave * contract("bhjk,bhrkv->bhrjv", k, d_state, dtype=low)
+        erased = contract("bhrik,bhriv->bhrkv", w, d_new, dtype=low)
         return through[..., None, None] * d_state + from_reads - erased, (d_state, d_new)
 
     xs = (parts.decay.through, k, parts.leave, parts.w, from_reads, d_new_inside)
@@ -245,43 +244,36 @@ def _reverse_states(parts, q, k, d_out, d_read, d_state):
 def _block_gradients(parts, q, k, v, entering, new, d_out, d_state):
     """Gradient of the entering state and (dq, dk, dv, d log_decay, d beta) of one block."""
     low, decay = parts.low, parts.decay
-    d_read = d_out * parts.entry[..., None, None]
+    d_read = d_out * parts.entry[:, :, :, :, None]
     d_state, d_leaving, d_new = _reverse_states(parts, q, k, d_out, d_read, d_state)
 
-    # Through W, U and the inverse.
-    d_w = -contract("bnihrv,bnhrkv->bnihrk", d_new, entering, dtype=low)
-    d_inverse = contract("bnihrk,bnjhk->bnhrij", d_w, k, dtype=low)
-    d_inverse *= parts.read_beta[..., None, :]
-    d_inverse += parts.beta[..., None, :] * contract("bnihrv,bnjhrv->bnhrij", d_new, v, dtype=low)
-    half = contract("bnhrji,bnhrjl->bnhril", parts.inverse, d_inverse)
-    d_lower = -contract("bnhril,bnhrjl->bnhrij", half, parts.inverse) * parts.strict
-    d_kappa = contract("bnhrij,bnihrk->bnjhrk", parts.inverse, d_w, dtype=low)
-    d_scaled_v = contract("bnhrij,bnihrv->bnjhrv", parts.inverse, d_new, dtype=low)
+    # V' solves (I + L) V' = beta (V - e^G K S): d_right is the gradient of the right side.
+    d_right = contract("bnhrij,bnhriv->bnhrjv", parts.inverse, d_new, dtype=low)
+    d_lower = -contract("bnhriv,bnhrjv->bnhrij", d_right, new, dtype=low) * parts.strict
+    dv = parts.beta[..., None] * d_right
+    d_kappa = -contract("bnhriv,bnhrkv->bnhrik", d_right, entering, dtype=low)
     d_kk = jnp.sum(d_lower * parts.beta[..., None], axis=3)
 
     # Through the reads inside the chunk.
-    d_attention = contract("bnihrxv,bnjhrv->bnhrxij", d_out, new, dtype=low)
+    d_attention = contract("bnhrxiv,bnhrjv->bnhrxij", d_out, new, dtype=low)
     d_attention = d_attention * decay.intra[:, :, :, :, None]
     d_qk = jnp.sum(d_attention, axis=3)
 
-    leave, beta = parts.leave, jnp.moveaxis(parts.beta, -1, 2)
-    read_beta = jnp.moveaxis(parts.read_beta, -1, 2)
-    dq = contract("bnhxij,bnjhk->bnihxk", d_qk, k, dtype=low)
-    dq += contract("bnihrxv,bnhrkv->bnihxk", d_read, entering, dtype=low)
-    d_written = contract("bnjhrv,bnhrkv->bnjhrk", new * leave[..., None], d_leaving, dtype=low)
-    dk = contract("bnhxij,bnihxk->bnjhk", d_qk, q, dtype=low)
-    dk += contract("bnhij,bnjhk->bnihk", d_kk + jnp.swapaxes(d_kk, -1, -2), k, dtype=low)
-    dk += jnp.sum(d_kappa * read_beta[..., None] + d_written, axis=4)
-    dv = beta[..., None] * d_scaled_v
+    dq = contract("bnhxij,bnhjk->bnhxik", d_qk, k, dtype=low)
+    d_q_read = contract("bnhrxiv,bnhrkv->bnhrxik", d_read, entering, dtype=low)
+    dq += jnp.sum(d_q_read, axis=3)
+    d_written = contract("bnhrjv,bnhrkv->bnhrjk", new * parts.leave, d_leaving, dtype=low)
+    dk = contract("bnhxij,bnhxik->bnhjk", d_qk, q, dtype=low)
+    dk += contract("bnhij,bnhjk->bnhik", d_kk + jnp.swapaxes(d_kk, -1, -2), k, dtype=low)
+    dk += jnp.sum(d_kappa * parts.read_beta[..., None] + d_written, axis=3)
 
-    k_state = k[:, :, :, :, None].astype(d_kappa.dtype)
+    k_state = k[:, :, :, None].astype(d_kappa.dtype)
     d_read_beta = jnp.sum(d_kappa * k_state, axis=-1)
     lower_pairs = d_lower * parts.kk
-    d_beta = jnp.moveaxis(jnp.sum(lower_pairs, axis=-1), -1, 2)
-    d_beta += d_read_beta * parts.entry + jnp.sum(d_scaled_v * v, axis=-1)
+    d_beta = jnp.sum(lower_pairs, axis=-1) + jnp.sum(d_right * v, axis=-1)
+    d_beta += d_read_beta * decay.entry
 
-    read = contract("bnihxk,bnhrkv->bnihrxv", q, entering, dtype=low)
-    reads = jnp.sum(read * d_read, axis=(-1, -2)) + d_read_beta * read_beta
+    reads = jnp.sum(q[:, :, :, None] * d_q_read, axis=(4, -1)) + d_read_beta * parts.read_beta
     writes = jnp.sum(d_written * k_state, axis=-1)
     pairs = jnp.sum(d_attention * parts.qk, axis=4) + parts.beta[..., None] * lower_pairs
     d_log = log_decay_gradient(pairs, reads, writes, decay.through, entering, d_leaving)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scalar-decay family: S_t = a_t S_{t-1} + k_t v_t^T, o_t = s q_t S_t, one decay per head.
 
-SSD (Mamba-2), simple GLA, retention, lightning attention and plain linear attention are thin
-parametrisations of it.
+SSD (Mamba-2), simple GLA, retention, lightning attention and linear attention are thin
+parametrisations of it. Where a `Kernel` weighs the pairs (2Mamba, Based), the state holds its
+features, and Q and K below stand for features wherever they meet the state.
 
 Chunkwise form of a chunk with entering state S, where G sums log-decays from the chunk's start and
 D_ij = exp(G_i - G_j) for i >= j (Dao & Gu 2024, arXiv 2405.21060; Yang et al. 2023, 2312.06635)::
@@ -24,6 +25,7 @@ equal halves leave no digits where decays are strong.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +33,24 @@ from jax import lax
 
 from seqmix.mixers import _chunks as chunks
 from seqmix.mixers._checks import Heads
+from seqmix.mixers._kernels import PLAIN, Kernel
 from seqmix.mixers._numerics import (
     clean_log_decay,
     contract,
+    long_range_sums,
     operand_dtype,
     prefix_sums_exclusive,
+    range_sums,
     state_dtype,
     straddling_sums,
     suffix_sums,
     varying_like,
 )
 
-IMPLEMENTATIONS = ("recurrent", "associative", "chunked")
+IMPLEMENTATIONS = ("recurrent", "associative", "chunked", "quadratic")
 DEFAULT_CHUNK = 64
+# The state of a second-order kernel outweighs a short chunk: longer chunks, fewer of them at once.
+SECOND_ORDER_CHUNK, SECOND_ORDER_BLOCK = 128, 512
 
 
 def scan(
@@ -58,6 +65,9 @@ def scan(
     run: jax.Array | None,
     chunk_size: int | None,
     impl: str,
+    kernel: Kernel = PLAIN,
+    out_dtype: Any = None,
+    operands: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the family on checked arguments; padding has been zeroed by the caller.
 
@@ -70,28 +80,54 @@ def scan(
       scale: static factor on the output.
       initial_state: [B, Hs, K, V] or None for zeros.
       run: [B, T] document numbers or None.
-      chunk_size: C, None for 64.
-      impl: one of IMPLEMENTATIONS.
+      chunk_size: C, None for 64 (128 with a second-order kernel).
+      impl: one of IMPLEMENTATIONS. 'quadratic' is the masked-attention form, one chunk of T tokens.
+      kernel: weight of a pair of tokens; K of the state is its number of features.
+      out_dtype: dtype of the output, None for v's.
+      operands: dtype in which large products read their operands, None for that of q, k and v.
 
     Returns:
-      out [B, T, Ho, V] in v's dtype; final state [B, Hs, K, V] in the state dtype.
+      out [B, T, Ho, V]; final state [B, Hs, K, V] in the state dtype.
     """
     dtype = state_dtype(q, k, v, log_decay)
-    shape = (q.shape[0], heads.states, k.shape[-1], v.shape[-1])
+    out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
+    low = jnp.dtype(operand_dtype(q, k, v) if operands is None else operands)
+    time, features = q.shape[1], kernel.width(k.shape[-1])
+    shape = (q.shape[0], heads.states, features, v.shape[-1])
     state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
     state = varying_like(state, q, k, v, log_decay)
     log_decay = clean_log_decay(log_decay.astype(dtype))
     if impl == "recurrent":
-        return _recurrent(q, k, v, log_decay, state, run, heads, scale)
-    cut = chunks.layout(q.shape[1], chunk_size or DEFAULT_CHUNK)
+        return _recurrent(q, k, v, log_decay, state, run, heads, scale, kernel, out_dtype)
+    if impl == "quadratic":
+        static = Static(
+            heads, float(scale), chunks.Layout(time, 1, 1, time), kernel, out_dtype, low
+        )
+        return _parallel(static, q, k, v, log_decay, state, run, long_range_sums)
+    chunk = chunk_size or (SECOND_ORDER_CHUNK if kernel.square else DEFAULT_CHUNK)
+    cut = chunks.layout(time, chunk, SECOND_ORDER_BLOCK if kernel.square else chunks.BLOCK_TOKENS)
     if impl == "associative":
-        return _associative(q, k, v, log_decay, state, run, heads, scale, cut)
-    return _chunked((heads, float(scale), cut), q, k, v, log_decay, state, run)
+        cut = chunks.Layout(time, 1, -(-time // cut.chunk), cut.chunk)
+        static = Static(heads, float(scale), cut, kernel, out_dtype, low)
+        return _parallel(static, q, k, v, log_decay, state, run, range_sums)
+    static = Static(heads, float(scale), cut, kernel, out_dtype, low)
+    return _chunked(static, q, k, v, log_decay, state, run)
 
 
-def _recurrent(q, k, v, log_decay, state, run, heads, scale):
+class Static(NamedTuple):
+    """What a form is compiled for; the fields are arguments of `scan`, and the cut of T."""
+
+    heads: Heads
+    scale: float
+    cut: chunks.Layout
+    kernel: Kernel
+    out_dtype: Any
+    low: Any
+
+
+def _recurrent(q, k, v, log_decay, state, run, heads, scale, kernel, out_dtype):
     """The definition, one token at a time."""
-    dtype, out_dtype = state.dtype, v.dtype
+    dtype = state.dtype
     batch, time = q.shape[:2]
     h, r, x = heads.keys, heads.values, heads.queries
     decay = jnp.exp(log_decay)
@@ -100,9 +136,10 @@ def _recurrent(q, k, v, log_decay, state, run, heads, scale):
 
     def step(s, token):
         q, k, v, a = token
+        q, k = (kernel.features(z.astype(dtype)) for z in (q, k))
         write = contract("bhk,bhrv->bhrkv", k, v, dtype=dtype)
         s = a[..., None, None] * s + write
-        return s, contract("bhxk,bhrkv->bhrxv", q.astype(dtype), s) * scale
+        return s, contract("bhxk,bhrkv->bhrxv", q, s) * scale
 
     tokens = (
         q.reshape(batch, time, h, x, -1),
@@ -121,16 +158,16 @@ def _time_first(x):
     return jnp.moveaxis(x, 1, 0)
 
 
-def _associative(q, k, v, log_decay, state, run, heads, scale, cut):
-    """Chunk summaries combined by `lax.associative_scan`: depth log T, all chunks at once."""
-    one_block = chunks.Layout(cut.time, 1, -(-cut.time // cut.chunk), cut.chunk)
-    blocked = [chunks.to_blocks(a, one_block) for a in (q, k, v, log_decay)]
-    run_blocks = None if run is None else chunks.to_blocks(run, one_block, fill_last=True)
+def _parallel(static, q, k, v, log_decay, state, run, sums):
+    """All chunks at once; their summaries combined by `lax.associative_scan`: depth log T."""
+    heads, _, cut, kernel, out_dtype, low = static
+    blocked = [chunks.head_blocks(a, cut)[0] for a in (q, k, v, log_decay)]
+    run_blocks = None if run is None else chunks.to_blocks(run, cut, fill_last=True)
     entry = None if run is None else chunks.entry_runs(run_blocks)[0]
-    q, k, v, log_decay = chunks.grouped(heads, *(a[0] for a in blocked))
-    decay = chunks.decays(log_decay, None if run is None else run_blocks[0], entry)
-    low = operand_dtype(q, k, v)
-    local = contract("bnjhk,bnjhrv->bnhrkv", k, _write_at_end(v, decay), dtype=low)
+    q, k, v, log_decay = chunks.grouped(heads, *blocked)
+    decay = chunks.decays(log_decay, None if run is None else run_blocks[0], entry, sums)
+    features = kernel.features(k.astype(state.dtype))
+    local = contract("bnhjk,bnhrjv->bnhrkv", features, v * decay.exit[..., None], dtype=low)
     first = state.reshape(state.shape[0], 1, heads.keys, heads.values, *state.shape[2:])
 
     def combine(left, right):
@@ -142,33 +179,31 @@ def _associative(q, k, v, log_decay, state, run, heads, scale, cut):
     gain, total = lax.associative_scan(combine, (through, local), axis=1)
     after = gain * first + total
     entering = jnp.concatenate([first, after[:, :-1]], axis=1)
-    out = _read(q, k, v, decay, entering, scale, low)
-    out = out.reshape(*out.shape[:3], heads.outputs, out.shape[-1]).astype(blocked[2].dtype)
-    return chunks.from_blocks(out[None], one_block), after[:, -1].reshape(state.shape)
+    out = _read(static, q, k, v, decay, entering)
+    out = out.reshape(*out.shape[:2], heads.outputs, *out.shape[-2:]).astype(out_dtype)
+    return chunks.from_head_blocks(out[None], cut), after[:, -1].reshape(state.shape)
 
 
-def _write_at_end(v, decay):
-    """v_j decayed to the chunk's end."""
-    return v * jnp.moveaxis(decay.exit, -1, 2)[..., None]
+def _scores(kernel, q, k, decay, low):
+    """Q K^T [B, n, h, x, C, C], its weights, and weights * D [B, n, h, r, x, C, C]."""
+    scores = contract("bnhxik,bnhjk->bnhxij", q, k, dtype=low)
+    weights = kernel.weights(scores)
+    return scores, weights, weights[:, :, :, None] * decay.intra[:, :, :, :, None]
 
 
-def _scores(q, k, decay, low):
-    """(Q K^T) [B, n, h, x, C, C] and (Q K^T) * D [B, n, h, r, x, C, C]."""
-    scores = contract("bnihxk,bnjhk->bnhxij", q, k, dtype=low)
-    return scores, scores[:, :, :, None] * decay.intra[:, :, :, :, None]
-
-
-def _read(q, k, v, decay, entering, scale, low):
-    """Outputs [B, n, C, h, r, x, V] from the chunks' entering states."""
-    _, decayed = _scores(q, k, decay, low)
-    out = contract("bnhrxij,bnjhrv->bnihrxv", decayed, v, dtype=low)
-    inter = contract("bnihxk,bnhrkv->bnihrxv", q, entering, dtype=low)
-    return scale * (out + inter * jnp.moveaxis(decay.entry, -1, 2)[..., None, None])
+def _read(static, q, k, v, decay, entering):
+    """Outputs [B, n, h, r, x, C, V] from the chunks' entering states."""
+    low = static.low
+    *_, decayed = _scores(static.kernel, q, k, decay, low)
+    out = contract("bnhrxij,bnhrjv->bnhrxiv", decayed, v, dtype=low)
+    features = static.kernel.features(q.astype(entering.dtype))
+    inter = contract("bnhxik,bnhrkv->bnhrxiv", features, entering, dtype=low)
+    return static.scale * (out + inter * decay.entry[:, :, :, :, None, :, None])
 
 
 def _entering_states(k, v, decay, state, low):
     """State after the block, and the states [B, n, h, r, K, V] entering each of its chunks."""
-    local = contract("bnjhk,bnjhrv->bnhrkv", k, _write_at_end(v, decay), dtype=low)
+    local = contract("bnhjk,bnhrjv->bnhrkv", k, v * decay.exit[..., None], dtype=low)
     return chunks.scan_chunks(
         lambda s, x: (x[0][..., None, None] * s + x[1], s), state, (decay.through, local)
     )
@@ -180,8 +215,8 @@ def _chunked(static, q, k, v, log_decay, state, run):
 
 
 def _blocked_inputs(static, q, k, v, log_decay, run):
-    _, _, cut = static
-    xs = tuple(chunks.to_blocks(a, cut) for a in (q, k, v, log_decay))
+    cut = static.cut
+    xs = tuple(chunks.head_blocks(a, cut) for a in (q, k, v, log_decay))
     if run is None:
         return (*xs, None, None)
     run = chunks.to_blocks(run, cut, fill_last=True)
@@ -189,90 +224,95 @@ def _blocked_inputs(static, q, k, v, log_decay, run):
 
 
 def _chunked_forward(static, q, k, v, log_decay, state, run):
-    heads, scale, cut = static
-    low = operand_dtype(q, k, v)
+    heads, _, cut, kernel, out_dtype, low = static
 
     def block(state, xs):
         *arrays, run, entry = xs
         q, k, v, log_decay = chunks.grouped(heads, *arrays)
         decay = chunks.decays(log_decay, run, entry)
-        after, entering = _entering_states(k, v, decay, state, low)
-        out = _read(q, k, v, decay, entering, scale, low)
-        return after, (out.reshape(*out.shape[:3], heads.outputs, -1).astype(v.dtype), state)
+        features = kernel.features(k.astype(state.dtype))
+        after, entering = _entering_states(features, v, decay, state, low)
+        out = _read(static, q, k, v, decay, entering)
+        out = out.reshape(*out.shape[:2], heads.outputs, *out.shape[-2:])
+        return after, (out.astype(out_dtype), state)
 
     first = state.reshape(state.shape[0], heads.keys, heads.values, *state.shape[2:])
     xs = _blocked_inputs(static, q, k, v, log_decay, run)
     final, (out, block_states) = lax.scan(block, first, xs)
-    result = chunks.from_blocks(out, cut), final.reshape(state.shape)
+    result = chunks.from_head_blocks(out, cut), final.reshape(state.shape)
     return result, (q, k, v, log_decay, run, block_states)
 
 
 def _chunked_backward(static, residuals, cotangents):
-    heads, scale, cut = static
+    heads, scale, cut, kernel, _, low = static
     q, k, v, log_decay, run, block_states = residuals
     d_out, d_final = cotangents
-    low = operand_dtype(q, k, v)
 
     def block(d_state, xs):
         d_out, state, *arrays, run, entry = xs
         q, k, v, log_decay = chunks.grouped(heads, *arrays)
         decay = chunks.decays(log_decay, run, entry)
-        _, entering = _entering_states(k, v, decay, state, low)
+        k_features = jax.vjp(kernel.features, k.astype(state.dtype))
+        _, entering = _entering_states(k_features[0], v, decay, state, low)
         d_out = chunks.split_heads(d_out, heads.keys, heads.values, heads.queries)
         d_out = d_out.astype(state.dtype) * scale
-        d_state, grads = _block_gradients(q, k, v, decay, entering, d_out, d_state, low)
+        d_state, grads = _block_gradients(
+            kernel, q, k, v, k_features, decay, entering, d_out, d_state, low
+        )
         return d_state, tuple(
             g.reshape(x.shape).astype(x.dtype) for g, x in zip(grads, arrays, strict=True)
         )
 
     d_last = d_final.reshape(d_final.shape[0], heads.keys, heads.values, *d_final.shape[2:])
     xs = (
-        chunks.to_blocks(d_out, cut),
+        chunks.head_blocks(d_out, cut),
         block_states,
         *_blocked_inputs(static, q, k, v, log_decay, run),
     )
     d_state, grads = lax.scan(block, d_last.astype(block_states.dtype), xs, reverse=True)
-    return *(chunks.from_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
+    return *(chunks.from_head_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
 
 
-def _block_gradients(q, k, v, decay, entering, d_out, d_state, low):
+def _block_gradients(kernel, q, k, v, k_features, decay, entering, d_out, d_state, low):
     """Gradients of one block.
 
     Args:
-      q, k, v, decay, entering: as in the forward pass.
-      d_out: [B, n, C, h, r, x, V], times the scale.
+      kernel, q, k, v, decay, entering: as in the forward pass.
+      k_features: features of k, and their pullback.
+      d_out: [B, n, h, r, x, C, V], times the scale.
       d_state: [B, h, r, K, V], gradient of the state that leaves the block.
       low: operand dtype.
 
     Returns:
       The gradient of the entering state, and (dq, dk, dv, d log_decay) with grouped head axes.
     """
-    entry = jnp.moveaxis(decay.entry, -1, 2)[..., None, None]
-    leave = jnp.moveaxis(decay.exit, -1, 2)[..., None]
-    d_read = d_out * entry
-    from_reads = contract("bnihxk,bnihrxv->bnhrkv", q, d_read, dtype=low)
+    leave = decay.exit[..., None]
+    d_read = d_out * decay.entry[:, :, :, :, None, :, None]
+    q_features, pull_q = jax.vjp(kernel.features, q.astype(entering.dtype))
+    k_features, pull_k = k_features
+    from_reads = contract("bnhxik,bnhrxiv->bnhrkv", q_features, d_read, dtype=low)
     d_state, d_leaving = chunks.scan_chunks(
         lambda ds, x: (x[0][..., None, None] * ds + x[1], ds),
         d_state,
         (decay.through, from_reads),
         reverse=True,
     )
-    scores, decayed = _scores(q, k, decay, low)
-    d_decayed = contract("bnihrxv,bnjhrv->bnhrxij", d_out, v, dtype=low)
+    scores, weights, decayed = _scores(kernel, q, k, decay, low)
+    d_decayed = contract("bnhrxiv,bnhrjv->bnhrxij", d_out, v, dtype=low)
     d_decayed = d_decayed * decay.intra[:, :, :, :, None]
-    d_scores = jnp.sum(d_decayed, axis=3)
+    d_scores = jnp.sum(d_decayed, axis=3) * kernel.slope(scores)
 
-    dq = contract("bnhxij,bnjhk->bnihxk", d_scores, k, dtype=low)
-    dq += contract("bnihrxv,bnhrkv->bnihxk", d_read, entering, dtype=low)
-    dk = contract("bnhxij,bnihxk->bnjhk", d_scores, q, dtype=low)
-    dk += contract("bnjhrv,bnhrkv->bnjhk", v * leave, d_leaving, dtype=low)
-    d_written = leave * contract("bnjhk,bnhrkv->bnjhrv", k, d_leaving, dtype=low)
-    dv = contract("bnhrxij,bnihrxv->bnjhrv", decayed, d_out, dtype=low) + d_written
+    dq = contract("bnhxij,bnhjk->bnhxik", d_scores, k, dtype=low)
+    dq += pull_q(contract("bnhrxiv,bnhrkv->bnhxik", d_read, entering, dtype=low))[0]
+    dk = contract("bnhxij,bnhxik->bnhjk", d_scores, q, dtype=low)
+    dk += pull_k(contract("bnhrjv,bnhrkv->bnhjk", v * leave, d_leaving, dtype=low))[0]
+    d_written = leave * contract("bnhjk,bnhrkv->bnhrjv", k_features, d_leaving, dtype=low)
+    dv = contract("bnhrxij,bnhrxiv->bnhrjv", decayed, d_out, dtype=low) + d_written
 
-    read = contract("bnihxk,bnhrkv->bnihrxv", q, entering, dtype=low)
-    reads = jnp.sum(read * d_read, axis=(-1, -2))
+    read = contract("bnhxik,bnhrkv->bnhrxiv", q_features, entering, dtype=low)
+    reads = jnp.sum(read * d_read, axis=(4, -1))
     writes = jnp.sum(v * d_written, axis=-1)
-    pairs = jnp.sum(d_decayed * scores[:, :, :, None], axis=4)
+    pairs = jnp.sum(d_decayed * weights[:, :, :, None], axis=4)
     d_log = log_decay_gradient(pairs, reads, writes, decay.through, entering, d_leaving)
     return d_state, (dq, dk, dv, d_log)
 
@@ -283,23 +323,18 @@ def log_decay_gradient(pairs, reads, writes, through, entering, d_leaving):
     Args:
       pairs: [B, n, h, r, C, C], contribution of each (later i, earlier j) pair to the loss
         differential; read below the diagonal.
-      reads: [B, n, C, h, r], contribution of the entering state at i.
-      writes: [B, n, C, h, r], contribution of write j to the leaving state.
+      reads: [B, n, h, r, C], contribution of the entering state at i.
+      writes: [B, n, h, r, C], contribution of write j to the leaving state.
       through: [B, n, h, r], decay across the chunk.
       entering: [B, n, h, r, K, V], states.
       d_leaving: [B, n, h, r, K, V], gradients of the leaving states.
 
     Returns:
-      [B, n, C, h, r].
+      [B, n, h, r, C].
     """
     passing = through * jnp.sum(entering * d_leaving, axis=(-1, -2))
-    total = (
-        straddling_sums(pairs)
-        + suffix_sums(jnp.moveaxis(reads, 2, -1))
-        + prefix_sums_exclusive(jnp.moveaxis(writes, 2, -1))
-        + passing[..., None]
-    )
-    return jnp.moveaxis(total, -1, 2)
+    crossing = suffix_sums(reads) + prefix_sums_exclusive(writes)
+    return straddling_sums(pairs) + crossing + passing[..., None]
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

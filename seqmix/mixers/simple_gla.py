@@ -37,7 +37,7 @@ def simple_gla(
       initial_state: [B, Hs, K, V], state of each row's first document; None for zeros.
       segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
       chunk_size: tokens per chunk, None for 64. Changes speed and rounding only.
-      impl: 'recurrent', 'associative', 'chunked', 'pallas' or 'auto'.
+      impl: 'recurrent', 'associative', 'chunked', 'quadratic', 'pallas' or 'auto'.
 
     Returns:
       out: [B, T, max(Hq, Hs), V] in the dtype of v; 0 at padding.

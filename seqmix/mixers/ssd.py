@@ -42,7 +42,7 @@ def ssd(
       initial_state: [B, H, N, P], state of each row's first document; None for zeros.
       segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
       chunk_size: tokens per chunk, None for 64. Changes speed and rounding only.
-      impl: 'recurrent', 'associative', 'chunked', 'pallas' or 'auto'.
+      impl: 'recurrent', 'associative', 'chunked', 'quadratic', 'pallas' or 'auto'.
 
     Returns:
       y: [B, T, H, P] in the dtype of x; 0 at padding.

@@ -109,7 +109,7 @@ class Report:
             rows = [row.cache_bytes for row in self.layers if row.element == element]
             sums = [sum(values) for values in zip(*rows, strict=True)]
             axes.plot(self.contexts, sums, marker=".", label=f"{len(rows)} x {element}")
-        axes.plot(self.contexts, self.cache_bytes, color="black", marker="o", label="model")
+        axes.plot(self.contexts, self.cache_bytes, "k--", linewidth=3, alpha=0.5, label="model")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("context length (tokens)")

@@ -41,12 +41,14 @@ class Stack(nnx.Module):
         plan = config.plan()
         branches = 1 if config.feed_forward is None else 2
 
-        def build(elements: Iterable[Element], start: int, rngs: nnx.Rngs) -> nnx.List:
+        def build(
+            elements: Iterable[Element], start: int, rngs: nnx.Rngs, below: Any = 0
+        ) -> nnx.List:
             return nnx.List(
                 Block(
                     config,
                     element,
-                    layer=LayerInfo(start + index, config.layers, branches),
+                    layer=LayerInfo(start + index, config.layers, branches, below + start + index),
                     rngs=rngs,
                 )
                 for index, element in enumerate(elements)
@@ -58,11 +60,16 @@ class Stack(nnx.Module):
         start = len(plan.leading)
         if plan.periods:
             keys = jax.random.split(rngs.params(), plan.periods)
+            below = start + len(plan.period) * jnp.arange(plan.periods)
+
+            def build_period(key: jax.Array, below: Any) -> nnx.List:
+                return build(plan.period, 0, nnx.Rngs(params=key), below)
+
             if config.scan:
-                period = nnx.vmap(lambda key: build(plan.period, 0, nnx.Rngs(params=key)))(keys)
+                period = nnx.vmap(build_period)(keys, below)
             else:
-                for key in keys:
-                    leading.extend(build(plan.period, 0, nnx.Rngs(params=key)))
+                for inputs in zip(keys, below, strict=True):
+                    leading.extend(build_period(*inputs))
         start += plan.periods * len(plan.period)
         rest = build(plan.remainder + plan.trailing, start, rngs)
         if not config.scan:

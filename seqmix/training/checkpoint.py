@@ -6,7 +6,7 @@ A checkpoint of step s has four items:
 * `params`: {name: array}, enough for inference;
 * `training`: step, counters, optimizer and the model's other variables, flat by name;
 * `data`: the data iterator's state after s batches;
-* `facts`: what must match to restore (layer stacking, seed) and what helps to read it (versions).
+* `facts`: the settings that must match to restore: layer stacking and seed.
 
 Orbax writes into a temporary directory and renames it when everything is on disk, so a process
 killed at any moment leaves the checkpoints before it intact.

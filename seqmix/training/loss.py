@@ -101,8 +101,26 @@ def _join(array: jax.Array) -> jax.Array:
     return array.reshape(array.shape[0], -1, *array.shape[3:])
 
 
+def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Einsum in the operands' dtype, accumulated and returned in float32."""
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+    if a.dtype == b.dtype == jnp.float32:
+        return product(a, b)
+    # XLA's CPU backend refuses some products of bfloat16 into float32; widened operands give the
+    # same numbers.
+    return jax.lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=product,
+    )
+
+
 def _logits(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+    return _product("btd,dv->btv", hidden, kernel)
 
 
 def _forward(hidden, kernel, labels, weights, z_loss, steps):
@@ -156,8 +174,8 @@ def _chunked_bwd(z_loss, steps, residuals, cotangents):
         g = p * (1.0 + 2.0 * z_loss * s[..., None]) if z_loss else p
         counted = (w != 0)[..., None]
         g = jnp.where(counted, (g - onehot) * (w * scale)[..., None], 0.0).astype(h.dtype)
-        d_h = jnp.einsum("btv,dv->btd", g, head, preferred_element_type=jnp.float32)
-        d_kernel += jnp.einsum("btd,btv->dv", h, g, preferred_element_type=jnp.float32)
+        d_h = _product("btv,dv->btd", g, head)
+        d_kernel += _product("btd,btv->dv", h, g)
         return d_kernel, d_h.astype(h.dtype)
 
     chunks = (_split(hidden, steps), _split(labels, steps), _split(weights, steps), lse)

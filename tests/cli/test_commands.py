@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from seqmix import inference, training
@@ -233,3 +234,15 @@ def test_the_command_of_a_shell(trained):
     failed = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == "seqmix: generate: give one of --prompt and --prompt_file\n"
+
+
+def test_a_trained_checkpoint_decodes_to_what_a_full_pass_gives(workplace):
+    loaded = training.load_run("runs/tiny")
+    prompts = [loaded.tokenizer.encode(text) for text in ("line 1 of", "fox\nl")]
+    new = inference.generate(loaded.model, prompts, max_new_tokens=20, temperature=0)
+    for prompt, tokens in zip(prompts, new, strict=True):
+        row = np.array([[*prompt, *tokens]])
+        logits = np.asarray(loaded.model(row))[0, len(prompt) - 1 : -1]
+        # The chosen token's logit is the largest, but for rounding.
+        chosen = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        assert (logits.max(axis=1) - chosen).max() <= 1e-5 * np.abs(logits).max()

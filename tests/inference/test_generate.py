@@ -208,6 +208,7 @@ def test_another_prompt_of_the_same_bucket_compiles_nothing():
         jax.monitoring.unregister_event_duration_listener(note)
 
 
+@pytest.mark.slow
 def test_other_sizes_keep_to_their_buckets():
     tokens = prompts((3, 17, 1, 16))
     long = greedy("delta", tokens, new=17)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with random parameters, drawn by NumPy: nothing to compile, and no constant is special."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,14 @@ from flax import nnx
 
 from seqmix.layers import LayerInfo, registry
 
+# Compile time is most of a test's time; these passes change speed, not what is computed.
+quick_jit = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
 COMMON = {"layer": LayerInfo(), "dtype": "float32", "param_dtype": "float32"}
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each layer against its formulas, written a second time: token by token, head by head, float64."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from seqmix.layers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config
-from tests.layers.modules import graph_and_shapes, random_parameters
+from tests.layers.modules import graph_and_shapes, quick_jit, random_parameters
 
 WIDTH, TIME = 12, 11
 
@@ -47,7 +46,7 @@ def build(config):
     flat = {
         ".".join(map(str, p)): np.asarray(v[...], np.float64) for p, v in nnx.to_flat_state(state)
     }
-    return jax.jit(lambda x: nnx.merge(graph, state)(x)), flat
+    return quick_jit(lambda x: nnx.merge(graph, state)(x)), flat
 
 
 def check(module, expected, x):

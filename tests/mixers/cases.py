@@ -9,10 +9,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from seqmix import mixers
 from tests.mixers import dense
+from tests.mixers.cases_elementwise import mixers_elementwise
+from tests.mixers.cases_scalar_decay import mixers_scalar_decay
+from tests.mixers.cases_vector_decay import mixers_vector_decay
+from tests.mixers.cases_vector_delta import mixers_vector_delta
 
 Arrays = dict[str, np.ndarray]
 
@@ -39,25 +44,60 @@ class Mixer:
     Attributes:
       name: its name in `seqmix.mixers`.
       inputs: draws its array arguments by name, in float64.
-      state: shape of its state.
+      state: shape of its state, or a pytree (such as a NamedTuple) of shapes.
       implementations: forms besides 'recurrent'.
       dense: an independent float64 derivation, (inputs, state, segment_ids) -> (out, state).
       float32: arguments that stay float32 when the others are bfloat16.
       groupings: (query, key, value) head counts it supports.
       gate: the argument that holds log-decays, if any.
+      thin: it only parametrises a core that another mixer takes through the whole suite, so the
+        tests of the core's own paths are skipped.
+      options: options of every call, such as a feature map.
+      function: the function in `seqmix.mixers`; default: `name`.
+      empty: a state before the first token, from the shape; default: zeros.
+      draw_state: a state that some tokens could have left; default: normal numbers.
+      scales: whether it takes a `scale`.
+      channels: its arrays are [B, T, D], without heads.
+      parameters: arguments without batch and time axes.
     """
 
     name: str
     inputs: Callable[[np.random.Generator, Shape], Arrays]
-    state: Callable[[Shape], tuple[int, ...]]
+    state: Callable[[Shape], Any]
     implementations: tuple[str, ...]
     dense: Callable[..., tuple[np.ndarray, np.ndarray]]
     float32: frozenset[str] = frozenset()
     groupings: tuple[tuple[int, int, int], ...] = ((2, 2, 2), (2, 2, 4), (4, 2, 2))
     gate: str | None = "log_decay"
+    thin: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    function: str = ""
+    empty: Callable[[Shape], Any] | None = None
+    draw_state: Callable[[np.random.Generator, Shape], Any] | None = None
+    scales: bool = True
+    channels: bool = False
+    parameters: frozenset[str] = frozenset({"A", "D", "bonus"})
+
+    def __post_init__(self):
+        object.__setattr__(self, "function", self.function or self.name)
 
     def __call__(self, arrays: dict[str, Any], **options):
-        return getattr(mixers, self.name)(**arrays, **options)
+        return getattr(mixers, self.function)(**arrays, **dict(self.options), **options)
+
+    def empty_state(self, shape: Shape) -> Any:
+        """The state before the first token, float32."""
+        if self.empty is not None:
+            return self.empty(shape)
+        return map_shapes(lambda s: np.zeros(s, np.float32), self.state(shape))
+
+
+def map_shapes(function: Callable[..., Any], shapes: Any) -> Any:
+    """Maps over a pytree whose leaves are shapes."""
+    return jax.tree.map(function, shapes, is_leaf=_is_shape)
+
+
+def _is_shape(tree: Any) -> bool:
+    return type(tree) is tuple and all(isinstance(size, int) for size in tree)
 
 
 def _qkv(rng, s: Shape) -> Arrays:
@@ -145,10 +185,18 @@ MIXERS = {
             frozenset({"beta"}),
             gate=None,
         ),
+        *mixers_scalar_decay(Mixer, _qkv, _log_decay, _matrix_state),
+        *mixers_vector_decay(Mixer, _qkv, _matrix_state),
+        *mixers_vector_delta(Mixer, _qkv, _matrix_state),
+        *mixers_elementwise(Mixer),
     )
 }
 
-FORMS = [(name, impl) for name, m in MIXERS.items() for impl in m.implementations]
+CORES = [name for name, m in MIXERS.items() if not m.thin]
+"""The mixers that go through the whole suite."""
+FORMS = [(name, impl) for name in CORES for impl in MIXERS[name].implementations]
+THIN_FORMS = [(name, impl) for name, m in MIXERS.items() if m.thin for impl in m.implementations]
+ALL_FORMS = [*FORMS, *THIN_FORMS]
 
 
 def draw(mixer: Mixer, shape: Shape, *, seed: int = 0, extreme: bool = False) -> Arrays:
@@ -173,8 +221,12 @@ def representable(arrays: Arrays) -> Arrays:
         return {n: a.astype(np.float32).astype(np.float64) for n, a in arrays.items()}
 
 
-def draw_state(mixer: Mixer, shape: Shape, *, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=mixer.state(shape))
+def draw_state(mixer: Mixer, shape: Shape, *, seed: int = 1) -> Any:
+    """A random state in float64: an array, or the mixer's pytree of arrays."""
+    rng = np.random.default_rng(seed)
+    if mixer.draw_state is not None:
+        return mixer.draw_state(rng, shape)
+    return map_shapes(lambda s: rng.normal(size=s), mixer.state(shape))
 
 
 def draw_segments(shape: Shape, *, seed: int = 2, padding: float = 0.1) -> np.ndarray:

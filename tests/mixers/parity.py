@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.mixers.cases import MIXERS, Mixer
+from tests.mixers.cases import MIXERS, Mixer, map_shapes
 
 FLOAT32_BAR = 1e-5
 EXTREME_BAR = 1e-4
@@ -56,22 +56,39 @@ def _value_and_gradients(arrays, state, segment_ids, cotangents, *, name, impl, 
 def evaluate(mixer, impl, arrays, state, segment_ids, cotangents, dtype, **options):
     """{'out', 'state', 'd_<argument>', 'd_state'} of one form, as float64 NumPy arrays.
 
-    `state` None runs without an initial state (and has no 'd_state').
+    `state` None runs without an initial state (and has no 'd_state'). A state that is a pytree
+    gives one entry per leaf: 'state.<path>'.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     (out, final), (grads, d_state) = _value_and_gradients(
         cast(mixer, arrays, dtype),
-        None if state is None else jnp.asarray(state, wide),
+        _floats(state, wide),
         None if segment_ids is None else jnp.asarray(segment_ids),
-        tuple(jnp.asarray(c, wide) for c in cotangents),
+        _floats(cotangents, wide),
         name=mixer.name,
         impl=impl,
         options=tuple(sorted(options.items())),
     )
-    result = {"out": out, "state": final} | {f"d_{n}": g for n, g in grads.items()}
+    result = {"out": out} | leaves("state", final) | {f"d_{n}": g for n, g in grads.items()}
     if state is not None:
-        result["d_state"] = d_state
+        result |= leaves("d_state", d_state)
     return {n: np.asarray(x, np.float64) for n, x in result.items()}
+
+
+def leaves(name, tree):
+    """{name: array} of an array, {'name.path': array} of a pytree."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {name + jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def tree_error(got, want) -> float:
+    """The greatest `relative_error` of the leaves of two states."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    return max(jax.tree.leaves(jax.tree.map(relative_error, got, want)))
+
+
+def _floats(tree, dtype):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
 def reference(mixer, arrays, state, segment_ids, cotangents, **options):
@@ -86,7 +103,8 @@ def draw_cotangents(mixer, arrays, state_shape, seed=3):
     """Random cotangents of (out, state)."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda a: mixer(a, impl="recurrent")[0], cast(mixer, arrays, "float32"))
-    return rng.normal(size=shapes.shape), rng.normal(size=state_shape)
+    out = rng.normal(size=shapes.shape)
+    return out, map_shapes(lambda s: rng.normal(size=s), state_shape)
 
 
 def assert_within(got, want, bar):

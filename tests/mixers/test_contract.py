@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import jaxtyped
 
 from seqmix import mixers
-from tests.mixers.cases import FORMS, MIXERS, Shape, draw, draw_segments, draw_state
-from tests.mixers.parity import FLOAT32_BAR, cast, relative_error
+from tests.mixers.cases import CORES, FORMS, MIXERS, Shape, draw, draw_segments, draw_state
+from tests.mixers.parity import FLOAT32_BAR, cast, relative_error, tree_error
 
-DECODE_FORMS = [*FORMS, *((name, "recurrent") for name in MIXERS)]
+DECODE_FORMS = [*FORMS, *((name, "recurrent") for name in CORES)]
 
 
 @functools.partial(jax.jit, static_argnames=("name", "impl"))
@@ -29,9 +29,17 @@ def float32_case(name, shape, **options):
     return cast(mixer, draw(mixer, shape, **options), jnp.float32)
 
 
+def float32_state(name, shape):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), draw_state(MIXERS[name], shape))
+
+
+def tree_sum(tree):
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
+
+
 def part(arrays, rows=slice(None), tokens=slice(None)):
     """Rows and tokens of every [B, T, ...] argument; per-head parameters stay whole."""
-    return {n: a[rows, tokens] if a.ndim > 1 else a for n, a in arrays.items()}
+    return {n: a[rows, tokens] if a.ndim > 2 else a for n, a in arrays.items()}
 
 
 @pytest.mark.parametrize(("name", "impl"), DECODE_FORMS)
@@ -50,23 +58,23 @@ def test_split_anywhere_carries_the_state(name, impl):
         part(arrays, tokens=slice(cut, None)), state, segments[:, cut:], name=name, impl=impl
     )
     assert relative_error(jnp.concatenate([first, second], axis=1), whole) < FLOAT32_BAR
-    assert relative_error(end, final) < FLOAT32_BAR
+    assert tree_error(end, final) < FLOAT32_BAR
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 def test_token_by_token_equals_one_pass(name):
     shape = Shape(batch=1, time=12)
     arrays = float32_case(name, shape)
     whole, final = run(arrays, name=name)
-    state, outs = jnp.zeros(MIXERS[name].state(shape)), []
+    state, outs = MIXERS[name].empty_state(shape), []
     for t in range(shape.time):
         out, state = run(part(arrays, tokens=slice(t, t + 1)), state, name=name, impl="auto")
         outs.append(out)
     assert relative_error(jnp.concatenate(outs, axis=1), whole) < FLOAT32_BAR
-    assert relative_error(state, final) < FLOAT32_BAR
+    assert tree_error(state, final) < FLOAT32_BAR
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 @pytest.mark.parametrize("boundary", [64, 50])
 def test_packed_documents_equal_separate_ones(name, boundary):
     """Boundary on a chunk's edge and inside a chunk; outputs and gradients, batch of two rows."""
@@ -85,10 +93,10 @@ def test_packed_documents_equal_separate_ones(name, boundary):
         part(arrays, tokens=slice(boundary, None)), segments[:, boundary:]
     )
     assert relative_error(out, jnp.concatenate([out1, out2], axis=1)) < FLOAT32_BAR
-    assert relative_error(state, state2) < FLOAT32_BAR
+    assert tree_error(state, state2) < FLOAT32_BAR
     for n, g in packed.items():
         joined = (
-            jnp.concatenate([first[n], second[n]], axis=1) if g.ndim > 1 else first[n] + second[n]
+            jnp.concatenate([first[n], second[n]], axis=1) if g.ndim > 2 else first[n] + second[n]
         )
         assert relative_error(g, joined) < FLOAT32_BAR, n
 
@@ -97,13 +105,13 @@ def test_packed_documents_equal_separate_ones(name, boundary):
 def test_other_documents_change_nothing_bitwise(name, impl):
     shape = Shape(time=100)
     arrays, other = (float32_case(name, shape, seed=s) for s in (0, 1))
-    other = {n: a if a.ndim > 1 else arrays[n] for n, a in other.items()}
+    other = {n: a if a.ndim > 2 else arrays[n] for n, a in other.items()}
     segments = jnp.where(jnp.arange(100) < 41, 1, 2) * jnp.ones((2, 1), jnp.int32)
-    mixed = {n: a.at[:, :41].set(other[n][:, :41]) if a.ndim > 1 else a for n, a in arrays.items()}
+    mixed = {n: a.at[:, :41].set(other[n][:, :41]) if a.ndim > 2 else a for n, a in arrays.items()}
     out, state = run(arrays, None, segments, name=name, impl=impl)
     out2, state2 = run(mixed, None, segments, name=name, impl=impl)
     np.testing.assert_array_equal(out[:, 41:], out2[:, 41:])
-    np.testing.assert_array_equal(state, state2)
+    jax.tree.map(np.testing.assert_array_equal, state, state2)
     assert not np.array_equal(out[:, :41], out2[:, :41])
 
 
@@ -112,36 +120,36 @@ def test_padding_is_inert_wherever_it_stands(name, impl):
     """Padding full of NaN inside a row changes neither outputs nor state, and its output is 0."""
     shape = Shape(batch=1, time=40)
     arrays = float32_case(name, shape)
-    state = jnp.asarray(draw_state(MIXERS[name], shape), jnp.float32)
+    state = float32_state(name, shape)
     out, final = run(arrays, state, None, name=name, impl=impl)
     real = np.r_[2:15, 20:40, 41:48]
     padded = {
-        n: jnp.full((1, 50, *a.shape[2:]), jnp.nan).at[:, real].set(a) if a.ndim > 1 else a
+        n: jnp.full((1, 50, *a.shape[2:]), jnp.nan).at[:, real].set(a) if a.ndim > 2 else a
         for n, a in arrays.items()
     }
     segments = jnp.zeros((1, 50), jnp.int32).at[:, real].set(5)
     out2, final2 = run(padded, state, segments, name=name, impl=impl)
     assert relative_error(out2[:, real], out) < FLOAT32_BAR
-    assert relative_error(final2, final) < FLOAT32_BAR
+    assert tree_error(final2, final) < FLOAT32_BAR
     assert not np.any(np.delete(np.asarray(out2), real, axis=1))
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 def test_a_row_of_padding_keeps_the_state(name):
     shape = Shape(batch=1, time=20)
     arrays = float32_case(name, shape)
-    state = jnp.asarray(draw_state(MIXERS[name], shape), jnp.float32)
+    state = float32_state(name, shape)
     out, final = run(arrays, state, jnp.zeros((1, 20), jnp.int32), name=name)
-    np.testing.assert_array_equal(final, state)
+    jax.tree.map(np.testing.assert_array_equal, final, state)
     assert not np.any(out)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 def test_causal(name):
     shape = Shape(batch=1, time=70)
     arrays, other = (float32_case(name, shape, seed=s) for s in (0, 1))
     changed = {
-        n: a.at[:, 33:].set(other[n][:, 33:]) if a.ndim > 1 else a for n, a in arrays.items()
+        n: a.at[:, 33:].set(other[n][:, 33:]) if a.ndim > 2 else a for n, a in arrays.items()
     }
     out, _ = run(arrays, name=name)
     out2, _ = run(changed, name=name)
@@ -149,7 +157,7 @@ def test_causal(name):
     assert not np.allclose(out[:, 33:], out2[:, 33:])
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 def test_state_gradient_reaches_the_previous_segment(name):
     """Truncated backpropagation: the loss of part 2 differentiates the inputs of part 1."""
     arrays = float32_case(name, Shape(batch=1, time=32))
@@ -167,7 +175,7 @@ def test_state_gradient_reaches_the_previous_segment(name):
         assert relative_error(split[n], whole[n]) < FLOAT32_BAR, n
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 def test_matmul_precision_setting_changes_nothing(name):
     arrays = float32_case(name, Shape(batch=1, time=70))
     outs = []
@@ -183,8 +191,8 @@ def test_vmap_and_remat(name, impl):
     arrays = float32_case(name, shape)
     call = functools.partial(MIXERS[name], impl=impl)
     out, _ = run(arrays, name=name, impl=impl)
-    lanes = {n: a[:, None] if a.ndim > 1 else a for n, a in arrays.items()}
-    axes = ({n: 0 if a.ndim > 2 else None for n, a in lanes.items()},)
+    lanes = {n: a[:, None] if a.ndim > 2 else a for n, a in arrays.items()}
+    axes = ({n: 0 if a.ndim > 3 else None for n, a in lanes.items()},)
     by_lane, _ = jax.jit(jax.vmap(call, in_axes=axes))(lanes)
     assert relative_error(by_lane[:, 0], out) < FLOAT32_BAR
 
@@ -203,12 +211,12 @@ def test_inside_shard_map(name, impl):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     shape = Shape(batch=2, time=20)
     arrays = float32_case(name, shape)
-    specs = {n: PartitionSpec("data") if a.ndim > 1 else PartitionSpec() for n, a in arrays.items()}
+    specs = {n: PartitionSpec("data") if a.ndim > 2 else PartitionSpec() for n, a in arrays.items()}
     segments = jnp.asarray(draw_segments(shape))
 
     def loss(arrays, segments):
         out, state = MIXERS[name](arrays, segment_ids=segments, impl=impl)
-        return jax.lax.psum(jnp.sum(jnp.sin(out)) + jnp.sum(state), "data")
+        return jax.lax.psum(jnp.sum(jnp.sin(out)) + tree_sum(state), "data")
 
     sharded = jax.shard_map(
         jax.value_and_grad(loss),
@@ -218,33 +226,34 @@ def test_inside_shard_map(name, impl):
     )
     value, grads = jax.jit(sharded)(arrays, segments)
     out, state = run(arrays, None, segments, name=name, impl=impl)
-    assert abs(value - (jnp.sum(jnp.sin(out)) + jnp.sum(state))) < 1e-3
+    assert abs(value - (jnp.sum(jnp.sin(out)) + tree_sum(state))) < 1e-3
     assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads.values())
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtypes_and_annotations(name, dtype):
     """out follows v (x), states are float32, and the signature's shapes hold."""
     mixer = MIXERS[name]
     arrays = cast(mixer, draw(mixer, Shape(time=20)), dtype)
-    function = jaxtyped(getattr(mixers, name), typechecker=beartype)
-    out, state = function(**arrays)
+    function = jaxtyped(getattr(mixers, mixer.function), typechecker=beartype)
+    out, state = function(**arrays, **dict(mixer.options))
     assert out.dtype == dtype
-    assert state.dtype == jnp.float32
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
     assert bool(jnp.all(jnp.isfinite(out)))
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", CORES)
 def test_every_optional_argument_differentiates(name):
     shape = Shape(batch=1, time=20)
     arrays = float32_case(name, shape)
     optional = {
-        "initial_state": jnp.zeros(MIXERS[name].state(shape)),
+        "initial_state": MIXERS[name].empty_state(shape),
         "segment_ids": jnp.ones((1, 20), jnp.int32),
-        "scale": 0.5,
         "chunk_size": 16,
     }
+    if MIXERS[name].scales:
+        optional["scale"] = 0.5
     if "D" in arrays:
         optional["D"] = None
     for option, value in optional.items():
@@ -257,13 +266,15 @@ def test_every_optional_argument_differentiates(name):
 def test_bad_arguments_name_the_argument(name):
     shape = Shape(batch=1, time=6)
     arrays = float32_case(name, shape)
-    signature = inspect.signature(getattr(mixers, name)).parameters
+    function = MIXERS[name].function
+    signature = inspect.signature(getattr(mixers, function)).parameters
+    wrong_state = jax.tree.map(lambda x: jnp.ones((*x.shape, 9)), draw_state(MIXERS[name], shape))
     for argument in arrays:
         if signature[argument].default is None:
             continue
-        with pytest.raises(ValueError, match=rf"{name}: .*{argument}"):
+        with pytest.raises(ValueError, match=rf"{function}: .*{argument}"):
             MIXERS[name](arrays | {argument: arrays[argument][..., None]})
-        with pytest.raises(ValueError, match=rf"{name}: .*{argument}"):
+        with pytest.raises(ValueError, match=rf"{function}: .*{argument}"):
             MIXERS[name](arrays | {argument: jnp.ones(arrays[argument].shape, jnp.int32)})
     for options, match in (
         ({"impl": "fast"}, "impl must be one of .* got 'fast'"),
@@ -271,17 +282,17 @@ def test_bad_arguments_name_the_argument(name):
         ({"chunk_size": 0}, "chunk_size must be an integer >= 1, got 0"),
         ({"segment_ids": jnp.ones((1, 5), jnp.int32)}, r"segment_ids must have shape \[B, T\]"),
         ({"segment_ids": jnp.ones((1, 6))}, "segment_ids must be integers"),
-        ({"initial_state": jnp.ones((1, 9, 9, 9))}, "initial_state must have shape"),
+        ({"initial_state": wrong_state}, r"initial_state\S* must have shape"),
     ):
-        with pytest.raises(ValueError, match=f"{name}: {match}"):
+        with pytest.raises(ValueError, match=f"{function}: {match}"):
             MIXERS[name](arrays, **options)
 
 
-@pytest.mark.parametrize("name", [n for n in MIXERS if n != "ssd"])
+@pytest.mark.parametrize("name", [n for n, m in MIXERS.items() if n != "ssd" and not m.channels])
 def test_heads_before_time_raises(name):
     arrays = float32_case(name, Shape(batch=1, time=6))
     swapped = {n: jnp.swapaxes(a, 1, 2) if a.ndim == 4 else a for n, a in arrays.items()}
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=MIXERS[name].function):
         MIXERS[name](swapped)
 
 

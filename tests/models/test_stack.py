@@ -12,19 +12,25 @@ from flax import nnx
 
 from seqmix.layers import parameters
 from seqmix.models import HybridLM, stack, stack_paths, unstack, unstack_paths
-from tests.models.models import Model, close, config, tree_close
+from tests.layers.modules import quick_jit
+from tests.models.models import Model, close, config, rms_ratio, tree_close
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 11)), jnp.int32)
 # Leading layer, two periods of two, a remainder and a trailing layer.
-SETTINGS = config(
-    "gated_delta_net, attention", layers=7, leading="attention", trailing="local/attention"
-)
+SETTINGS = config("mamba2, attention", layers=7, leading="attention", trailing="local/attention")
+SHORT = config("mamba2, attention", layers=4)
 WEIGHTS = jnp.asarray(np.random.default_rng(1).normal(size=(2, 11)), jnp.float32)
 
 
 @pytest.fixture(scope="module")
 def scanned():
     return Model(SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def short():
+    model = Model(SHORT)
+    return model, model.gradient(model.parameters, TOKENS, None, WEIGHTS)
 
 
 def same(a, b):
@@ -39,8 +45,8 @@ def test_stack_and_unstack_are_exact_and_inverse(scanned):
     assert len(flat.stack.leading) == 7 and not len(flat.stack.periods)
     assert [type(block.mixer).__name__ for block in flat.stack.leading] == [
         "Attention",
-        *["GatedDeltaNet", "Attention"] * 2,
-        "GatedDeltaNet",
+        *["Mamba2", "Attention"] * 2,
+        "Mamba2",
         "Attention",
     ]
     np.testing.assert_array_equal(
@@ -73,24 +79,22 @@ def test_paths_convert_arrays_below_any_prefix(scanned):
         stack_paths(broken, SETTINGS)
 
 
-def test_scanned_is_unrolled(scanned):
-    unrolled = Model(dataclasses.replace(SETTINGS, scan=False))
-    ids = jnp.ones_like(TOKENS)
-    state = nnx.state(unstack(scanned()))
-    logits, gradient = scanned.gradient(scanned.parameters, TOKENS, ids, WEIGHTS)
-    expected, unrolled_gradient = unrolled.gradient(state, TOKENS, ids, WEIGHTS)
-    close(logits, expected, 2e-6)
-    converted = unstack_paths(dict(nnx.to_flat_state(gradient)), SETTINGS)
-    tree_close(converted, dict(nnx.to_flat_state(unrolled_gradient)), 1e-5)
+def test_scanned_is_unrolled(short):
+    model, (logits, gradient) = short
+    unrolled = Model(dataclasses.replace(SHORT, scan=False))
+    state = nnx.state(unstack(model()))
+    expected, unrolled_gradient = unrolled.gradient(state, TOKENS, None, WEIGHTS)
+    close(logits, expected)
+    converted = unstack_paths(dict(nnx.to_flat_state(gradient)), SHORT)
+    tree_close(converted, dict(nnx.to_flat_state(unrolled_gradient)))
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialisation_changes_no_gradient(scanned, remat):
-    ids = jnp.ones_like(TOKENS)
-    _, expected = scanned.gradient(scanned.parameters, TOKENS, ids, WEIGHTS)
-    other = Model(dataclasses.replace(SETTINGS, remat=remat))
-    _, gradient = other.gradient(scanned.parameters, TOKENS, ids, WEIGHTS)
-    tree_close(gradient, expected, 1e-6)
+def test_rematerialisation_changes_no_gradient(short, remat):
+    model, (_, expected) = short
+    other = Model(dataclasses.replace(SHORT, remat=remat))
+    _, gradient = other.gradient(model.parameters, TOKENS, None, WEIGHTS)
+    tree_close(gradient, expected)
 
 
 @functools.cache
@@ -120,11 +124,16 @@ def test_the_program_does_not_grow_with_depth():
     assert program_length(4) == program_length(24)
 
 
+@functools.partial(quick_jit, static_argnums=0)
+def initialise(settings):
+    return HybridLM(settings, rngs=nnx.Rngs(3))
+
+
 def test_scanned_and_unrolled_models_start_with_the_same_parameters():
     settings = config("attention", layers=3, leading="attention")
-    build = jax.jit(lambda s: nnx.state(HybridLM(s, rngs=nnx.Rngs(3))), static_argnums=0)
-    state = build(settings)
-    unrolled = build(dataclasses.replace(settings, scan=False))
+    state, unrolled = (
+        nnx.state(initialise(dataclasses.replace(settings, scan=scan))) for scan in (True, False)
+    )
     same(unstack_paths(dict(nnx.to_flat_state(state)), settings), dict(nnx.to_flat_state(unrolled)))
     first, second = state["stack"]["periods"][0]["mixer"]["query"]["kernel"][...]
     assert (first != second).all()
@@ -132,24 +141,22 @@ def test_scanned_and_unrolled_models_start_with_the_same_parameters():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_starts_at_the_logarithm_of_the_vocabulary(tied):
-    settings = config("3 gated_delta_net, mamba2, attention", layers=5, vocabulary=257, width=96)
-    settings = dataclasses.replace(settings, tied=tied, feed_forward=None)
-
-    @jax.jit
-    def run(tokens):
-        model = HybridLM(settings, rngs=nnx.Rngs(0))
-        return model(tokens), jnp.std(model.head_kernel())
-
+    settings = config(
+        "gated_delta_net, mamba2, attention", layers=3, vocabulary=257, width=96, tied=tied
+    )
+    model = initialise(settings)
+    graph, state = nnx.split(model)
     tokens = jax.random.randint(jax.random.key(0), (4, 32), 0, 257)
-    logits, std = run(tokens)
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
+    logits = quick_jit(lambda state: nnx.merge(graph, state)(tokens))(state)
+    logarithms = jax.nn.log_softmax(logits[:, :-1])
+    losses = -jnp.take_along_axis(logarithms, tokens[:, 1:, None], axis=-1)
     assert abs(float(losses.mean()) - np.log(257)) < 0.15
-    assert float(std) == pytest.approx(0.4 / 96**0.5, rel=0.02)
-    assert 0.2 < float(logits.std()) < 0.6
+    assert float(jnp.std(model.head_kernel())) == pytest.approx(0.4 / 96**0.5, rel=0.02)
+    assert 0.3 < float(logits.std()) < 0.5
 
 
 def test_residual_branches_start_scaled_by_depth():
-    block = HybridLM(config("attention", layers=8, width=48), rngs=nnx.Rngs(0)).stack.periods[0]
+    block = initialise(config("attention", layers=8, width=48)).stack.periods[0]
     for linear in (block.mixer.output, block.feed_forward.down):
         inputs = linear.kernel[...].shape[1]
         assert float(linear.kernel[...].std()) == pytest.approx((16 * inputs) ** -0.5, rel=0.05)
@@ -161,7 +168,7 @@ def test_bfloat16_compute_over_float32_parameters():
     logits = model.logits(model.parameters, TOKENS)
     assert logits.dtype == jnp.float32
     expected = exact.logits(exact.parameters, TOKENS)
-    close(logits, expected, 0.05)
+    assert rms_ratio(logits, expected) < 0.1
     assert jnp.abs(logits - expected).max() > 1e-4
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(model.parameters))
     # Residual stream and matrix products by their settings, as the traced program shows.
@@ -169,10 +176,10 @@ def test_bfloat16_compute_over_float32_parameters():
     assert hidden.dtype == jnp.bfloat16
     half = Model(dataclasses.replace(settings, residual_dtype="bfloat16"))
     rounded = half.logits(model.parameters, TOKENS)
-    close(rounded, expected, 0.1)
+    assert rms_ratio(rounded, expected) < 0.1
     assert (rounded != logits).any()
     # A cast model runs too, with its rates in float32.
     cast = parameters.cast(model.parameters, jnp.bfloat16)
-    close(model.logits(cast, TOKENS), expected, 0.1)
+    assert rms_ratio(model.logits(cast, TOKENS), expected) < 0.1
     rates = cast["stack"]["periods"][0]["mixer"]["A_log"]
     assert rates.dtype == jnp.float32

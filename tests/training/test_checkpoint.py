@@ -147,19 +147,21 @@ def test_an_asynchronous_failure_comes_out_of_the_next_call(tmp_path, monkeypatc
 
     monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", no_space)
     assert checkpointer.save(2, state, {}, {})
-    if call == "poll":
-        deadline = time.monotonic() + 30
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            while time.monotonic() < deadline:
-                checkpointer.poll()
-                time.sleep(0.01)
-    elif call == "wait":
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            checkpointer.wait()
-    else:
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            checkpointer.save(3, state, {}, {})
+    calls = {
+        "poll": lambda: poll_until(checkpointer, seconds=30),
+        "wait": checkpointer.wait,
+        "save": lambda: checkpointer.save(3, state, {}, {}),
+    }
+    with pytest.raises(CheckpointError, match="OSError: .*No space left on device"):
+        calls[call]()
     checkpointer.close()
     reader = Checkpointer(tmp_path, read_only=True)
     assert reader.latest_step() == 1
     reader.close()
+
+
+def poll_until(checkpointer, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        checkpointer.poll()
+        time.sleep(0.01)

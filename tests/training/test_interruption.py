@@ -106,7 +106,7 @@ def test_kill_at_any_moment_leaves_a_loadable_checkpoint(corpus, tmp_path, strai
 
 
 def test_a_failing_asynchronous_save_stops_the_run_with_its_reason(corpus, tmp_path):
-    """No file may grow past 12 KiB: what fails is the write of the parameters, in the background."""
+    """No file may grow past 12 KiB: what fails is the background write of the parameters."""
     limit = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

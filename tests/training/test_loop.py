@@ -180,6 +180,25 @@ def test_a_run_goes_on_for_more_steps(straight, corpus, tmp_path, monkeypatch):
     assert load_experiment(tmp_path).trainer.log_every == 4
 
 
+@pytest.mark.slow
+def test_300_steps_in_bfloat16_stay_finite(corpus, tmp_path):
+    experiment = tiny_experiment(
+        corpus,
+        model={"dtype": "bfloat16", "layers": 4, "pattern": "3 gated_delta_net, attention"},
+        steps=300,
+        eval_every=100,
+        checkpoint_every=None,
+    )
+    result = train(experiment, tmp_path, progress=False)
+    records = [r for r in read_metrics(tmp_path) if r["split"] == "train"]
+    assert len(records) == 300 and records[-1]["skipped"] == 0
+    for record in records:
+        assert np.isfinite([record["loss"], record["grad_norm"]]).all(), record
+    assert np.mean([r["loss"] for r in records[-20:]]) < 0.5 * records[0]["loss"]
+    assert result.validation["loss"] < 0.5 * records[0]["loss"]
+    assert {str(leaf.dtype) for leaf in params_of(tmp_path)} == {"float32"}
+
+
 def test_too_many_nonfinite_steps_stop_the_run(corpus, tmp_path, monkeypatch):
     build = loop_module.build_program
 

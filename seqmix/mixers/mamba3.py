@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-3 (single input, single output): trapezoidal steps and rotating states on the SSD core."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from seqmix.mixers import _checks as check
+from seqmix.mixers import scalar_decay
+from seqmix.mixers._dispatch import choose
+from seqmix.mixers._numerics import contract, state_dtype
+from seqmix.mixers._segments import last_real_index, mask_padding, runs
+from seqmix.typing import SegmentIds
+
+
+class Mamba3State(NamedTuple):
+    """State of `mamba3`; the last token's write is only half done, so its key and value stay.
+
+    Attributes:
+      matrix: [B, H, N, P] float32.
+      key: [B, G, N] float32, rotated B of the last token.
+      value: [B, H, P] float32, x of the last token.
+      angle: [B, G, R] float32 in [0, 2 pi), how far each pair of channels has turned.
+    """
+
+    matrix: Float[Array, "B H N P"]
+    key: Float[Array, "B G N"]
+    value: Float[Array, "B H P"]
+    angle: Float[Array, "B G R"]
+
+
+def mamba3(
+    x: Float[Array, "B T H P"],
+    dt: Float[Array, "B T H"],
+    A: Float[Array, "B T H"],
+    B: Float[Array, "B T G N"],
+    C: Float[Array, "B T G N"],
+    trapezoid: Float[Array, "B T H"],
+    rotation: Float[Array, "B T G R"],
+    D: Float[Array, " H"] | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Mamba3State | None = None,
+    segment_ids: SegmentIds | None = None,
+    chunk_size: int | None = None,
+    impl: str = "auto",
+) -> tuple[jax.Array, Mamba3State]:
+    """Selective state space with an exponential-trapezoidal step and rotating channel pairs.
+
+    With k_t and q_t the B and C of token t, pairs (2i, 2i + 1) of their channels turned by the
+    angle theta_t = theta_{t-1} + rotation_t, and a_t = exp(dt_t A_t)::
+
+        h_t = a_t h_{t-1} + (1 - l_t) dt_t a_t k_{t-1} x_{t-1}^T + l_t dt_t k_t x_t^T
+        y_t = scale q_t h_t + D x_t
+
+    A token is thus written in two parts, the second one step later under that step's decay: one
+    write of l_t dt_t + (1 - l_{t+1}) dt_{t+1} on the SSD core, less what the token itself must not
+    see yet.
+
+    Source: Mamba-3 (arXiv 2603.15569), its single-input, single-output form.
+
+    Args:
+      x: [B, T, H, P] float.
+      dt: [B, T, H] float32, step sizes after softplus, >= 0.
+      A: [B, T, H] float32, < 0; it depends on the token.
+      B: [B, T, G, N] float; each of the G groups serves H / G consecutive heads.
+      C: [B, T, G, N] float.
+      trapezoid: [B, T, H] float32, l in [0, 1]; 1 makes the Euler step of Mamba-2.
+      rotation: [B, T, G, R] float32, radians that the first 2 R channels turn at this token.
+      D: [H] float, skip connection; None for none.
+      scale: static factor on the state's output.
+      initial_state: state of each row's first document; None for zeros.
+      segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
+      chunk_size: tokens per chunk, None for 64. Changes speed and rounding only.
+      impl: 'recurrent', 'associative', 'chunked', 'quadratic', 'pallas' or 'auto'.
+
+    Returns:
+      y: [B, T, H, P] in the dtype of x; 0 at padding.
+      state: of each row's last document.
+
+    Raises:
+      ValueError: for shapes, dtypes or group counts off the above, or an impl that cannot run.
+    """
+    name = "mamba3"
+    heads = _check_arguments(name, x, dt, A, B, C, trapezoid, rotation, D, initial_state)
+    batch, time = x.shape[:2]
+    check.segments(name, segment_ids, batch, time)
+    check.positive(name, "chunk_size", chunk_size)
+    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
+
+    x, dt, A, B, C, trapezoid, rotation = mask_padding(
+        segment_ids, x, dt, A, B, C, trapezoid, rotation
+    )
+    wide = state_dtype(x, dt, B, C)
+    run = None if segment_ids is None else runs(segment_ids)
+    before = (
+        None
+        if initial_state is None
+        else jax.tree.map(lambda leaf: leaf.astype(wide), initial_state)
+    )
+    angle = _angles(rotation, None if before is None else before.angle, run)
+    # All in full precision: the gradient of a rotation is a sum over later tokens, in which queries
+    # and keys turned by the same angle cancel, and bfloat16 products would not (7e-3 was measured).
+    B, C = _rotate(B.astype(wide), angle), _rotate(C.astype(wide), angle)
+
+    late = (1 - trapezoid) * dt
+    postponed = _next_in_document(late, segment_ids, run)
+    written = x.astype(wide) * (trapezoid * dt + postponed)[..., None]
+    matrix = None
+    if before is not None:
+        first = jnp.repeat(before.key, heads.values, axis=1)[..., None] * before.value[:, :, None]
+        matrix = before.matrix + _first(late, segment_ids)[..., None, None] * first
+    out, matrix = scalar_decay.scan(
+        C,
+        B,
+        written,
+        dt * A,
+        heads=heads,
+        scale=1.0,
+        initial_state=matrix,
+        run=run,
+        chunk_size=chunk_size,
+        impl=impl,
+        out_dtype=wide,
+    )
+    own = contract("btgn,btgn->btg", C, B)
+    own = jnp.repeat(own, heads.values, axis=2) * postponed
+    out = scale * (out - own[..., None] * x)
+    if D is not None:
+        out = out + D.astype(wide)[:, None] * x
+    last = _Last(segment_ids, time)
+    state = Mamba3State(
+        matrix,
+        last(B, None if before is None else before.key),
+        last(x, None if before is None else before.value),
+        last(angle, None if before is None else before.angle),
+    )
+    return mask_padding(segment_ids, out.astype(x.dtype))[0], state
+
+
+def _check_arguments(name, x, dt, A, B, C, trapezoid, rotation, D, state):
+    check.rank(name, "x", x, "B T H P")
+    check.rank(name, "B", B, "B T G N")
+    check.rank(name, "rotation", rotation, "B T G R")
+    batch, time, heads, width = x.shape
+    if time == 0:
+        raise ValueError(f"{name}: x must have T >= 1 tokens, got shape {list(x.shape)}")
+    groups, size = B.shape[2:]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{name}: H = {heads} heads must be a multiple of B's G = {groups} groups")
+    for label, shared in (("B", B), ("C", C)):
+        check.shape(name, label, shared, (batch, time, groups, size), "B T G N")
+    for label, gate in (("dt", dt), ("A", A), ("trapezoid", trapezoid)):
+        check.shape(name, label, gate, (batch, time, heads), "B T H")
+        check.float32(name, label, gate)
+    turns = rotation.shape[3]
+    check.shape(name, "rotation", rotation, (batch, time, groups, turns), "B T G R")
+    check.float32(name, "rotation", rotation)
+    if 2 * turns > size:
+        raise ValueError(f"{name}: rotation turns R = {turns} pairs of N = {size} channels")
+    if D is not None:
+        check.shape(name, "D", D, (heads,), "H")
+    if state is not None:
+        for label, expected, axes in (
+            ("matrix", (batch, heads, size, width), "B H N P"),
+            ("key", (batch, groups, size), "B G N"),
+            ("value", (batch, heads, width), "B H P"),
+            ("angle", (batch, groups, turns), "B G R"),
+        ):
+            leaf = getattr(state, label)
+            check.shape(name, f"initial_state.{label}", leaf, expected, axes)
+    return check.Heads(groups, heads // groups, 1)
+
+
+def _angles(rotation, before, run):
+    """Sums of the rotations of each document so far, modulo a full turn: [B, T, G, R]."""
+    if before is not None:
+        rotation = rotation.at[:, 0].add(before)
+    if run is None:
+        run = jnp.zeros(rotation.shape[:2], jnp.int32)
+
+    def combine(left, right):
+        (a, x), (b, y) = left, right
+        return b, _turn(jnp.where((a == b)[..., None, None], x + y, y))
+
+    return lax.associative_scan(combine, (run, _turn(rotation)), axis=1)[1]
+
+
+def _turn(angle):
+    """Reduced to [0, 2 pi), with the derivative of the identity."""
+    turns = lax.stop_gradient(jnp.floor(angle / (2 * math.pi)))
+    return angle - turns * (2 * math.pi)
+
+
+def _rotate(x, angle):
+    """Turns the channel pairs (2i, 2i + 1) of the first 2 R channels of [B, T, G, N]."""
+    turned = 2 * angle.shape[-1]
+    pairs = x[..., :turned].reshape(*angle.shape, 2)
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    first, second = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([first * cosine - second * sine, first * sine + second * cosine], axis=-1)
+    rotated = rotated.reshape(*angle.shape[:-1], turned)
+    return jnp.concatenate([rotated, x[..., turned:]], axis=-1)
+
+
+def _next_in_document(x, segment_ids, run):
+    """[B, T, H]: x of the next real token of the same document, 0 where there is none."""
+    if segment_ids is None:
+        return jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    time = x.shape[1]
+    index = jnp.where(segment_ids != 0, jnp.arange(time, dtype=jnp.int32), time)
+    at_or_after = lax.cummin(index, axis=1, reverse=True)
+    after = jnp.pad(at_or_after[:, 1:], ((0, 0), (0, 1)), constant_values=time)
+    source = jnp.minimum(after, time - 1)
+    same = (after < time) & (jnp.take_along_axis(run, source, axis=1) == run)
+    following = jnp.take_along_axis(x, source[..., None], axis=1)
+    return jnp.where(same[..., None], following, 0)
+
+
+def _first(x, segment_ids):
+    """[B, H]: x of the first real token of each row, 0 in rows of padding."""
+    if segment_ids is None:
+        return x[:, 0]
+    real = segment_ids != 0
+    place = jnp.argmax(real, axis=1)
+    first = jnp.take_along_axis(x, place[:, None, None], axis=1)[:, 0]
+    return jnp.where(jnp.any(real, axis=1)[:, None], first, 0)
+
+
+class _Last:
+    """Reads [B, T, ...] at each row's last real token."""
+
+    def __init__(self, segment_ids, time):
+        self.place = None if segment_ids is None else last_real_index(segment_ids)[:, -1]
+        self.time = time
+
+    def __call__(self, x, before):
+        """The value there as a state, or `before` (None for zeros) in rows of padding."""
+        x = x.astype(state_dtype(x))
+        if self.place is None:
+            return x[:, -1]
+        shape = (-1,) + (1,) * (x.ndim - 1)
+        last = jnp.take_along_axis(x, jnp.maximum(self.place, 0).reshape(shape), axis=1)[:, 0]
+        before = jnp.zeros_like(last) if before is None else before
+        return jnp.where((self.place >= 0).reshape(shape[:-1]), last, before)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diagonal structured state space (S4D): complex poles in conjugate pairs, held as real pairs."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from seqmix.mixers import _checks as check
+from seqmix.mixers import elementwise, time_invariant
+from seqmix.mixers._numerics import contract, state_dtype
+from seqmix.mixers._segments import mask_padding
+from seqmix.typing import Channels, SegmentIds
+
+_IMPLEMENTATIONS = ("associative", *time_invariant.IMPLEMENTATIONS)
+
+
+def s4d(
+    u: Channels,
+    dt: Float[Array, " D"],
+    A: Float[Array, "D M 2"],
+    C: Float[Array, "D M 2"],
+    D: Float[Array, " D"] | None = None,
+    *,
+    form: str = "auto",
+    initial_state: Float[Array, "B D M 2"] | None = None,
+    segment_ids: SegmentIds | None = None,
+    chunk_size: int | None = None,
+    impl: str = "auto",
+) -> tuple[Channels, Float[Array, "B D M 2"]]:
+    """h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A u_t,  y_t = 2 Re(C h_t) + D u_t, per channel.
+
+    One of each conjugate pair is held: M = N/2 poles for a state of N real numbers. The input enters
+    every pole with weight 1 and both A and B are discretised by zero-order hold.
+
+    Source: S4D (Gu et al. 2022, arXiv 2206.11893), `S4DKernel` of state-spaces/s4.
+
+    Args:
+      u: [B, T, D] float.
+      dt: [D] float32, step sizes > 0.
+      A: [D, N/2, 2] float32, real (negative) and imaginary parts.
+      C: [D, N/2, 2] float32.
+      D: [D] float, skip connection; None for none.
+      form: 'conv' (whole rows by FFT; packed rows chunk by chunk, because one FFT would mix their
+        documents), 'recurrent' (a scan over time), or 'auto' (what `impl` says). The numbers are
+        the same.
+      initial_state: [B, D, N/2, 2], state of each row's first document; None for zeros.
+      segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
+      chunk_size: tokens per chunk, None for 32. Changes speed and rounding only.
+      impl: 'recurrent', 'associative', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto':
+        'fft', 'chunked' where there are segment_ids.
+
+    Returns:
+      y: [B, T, D] in the dtype of u; 0 at padding.
+      state: [B, D, N/2, 2] float32, of each row's last document.
+
+    Raises:
+      ValueError: for shapes or dtypes off the above, a form and an impl that contradict each other,
+        or an impl that cannot run.
+    """
+    name = "s4d"
+    check.rank(name, "u", u, "B T D")
+    check.rank(name, "A", A, "D N/2 2")
+    batch, time, width = u.shape
+    poles = A.shape[1]
+    if time == 0:
+        raise ValueError(f"{name}: u must have T >= 1 tokens, got shape {list(u.shape)}")
+    check.shape(name, "dt", dt, (width,), "D")
+    for label, x in (("A", A), ("C", C)):
+        check.shape(name, label, x, (width, poles, 2), "D N/2 2")
+    for label, x in (("dt", dt), ("A", A), ("C", C)):
+        check.float32(name, label, x)
+    if D is not None:
+        check.shape(name, "D", D, (width,), "D")
+    check.segments(name, segment_ids, batch, time)
+    check.positive(name, "chunk_size", chunk_size)
+    check.state(name, initial_state, (batch, width, poles, 2), "B D N/2 2")
+    impl = time_invariant.choose_impl(name, form, impl, _IMPLEMENTATIONS, time, segment_ids)
+
+    (u,) = mask_padding(segment_ids, u)
+    dtype = state_dtype(u, dt, A)
+    wide = u.astype(dtype)
+    parameters = _discrete(*(p.astype(dtype) for p in (dt, A, C)))
+    flat = None if initial_state is None else initial_state.reshape(batch, width, 2 * poles)
+    if impl == "associative":
+        out, state = _associative(wide, parameters, flat, segment_ids)
+    else:
+        out, state = time_invariant.scan(
+            _SYSTEM,
+            parameters,
+            wide,
+            initial_state=flat,
+            size=2 * poles,
+            segment_ids=segment_ids,
+            chunk_size=chunk_size,
+            impl=impl,
+        )
+    if D is not None:
+        out = out + D.astype(dtype) * wide
+    out = mask_padding(segment_ids, out.astype(u.dtype))[0]
+    return out, state.reshape(batch, width, poles, 2)
+
+
+def as_complex(pairs: jax.Array) -> jax.Array:
+    """[..., M, 2] real pairs -> [..., M] complex."""
+    return jax.lax.complex(pairs[..., 0], pairs[..., 1])
+
+
+def as_pairs(z: jax.Array) -> jax.Array:
+    """[..., M] complex -> [..., 2 M] real pairs, the layout of states inside `time_invariant`."""
+    return jnp.stack([z.real, z.imag], axis=-1).reshape(*z.shape[:-1], -1)
+
+
+def flat_complex(x: jax.Array) -> jax.Array:
+    """[..., 2 M] real pairs -> [..., M] complex."""
+    return as_complex(x.reshape(*x.shape[:-1], -1, 2))
+
+
+def twice_real(z: jax.Array) -> jax.Array:
+    """What reads 2 Re(z h) from the real pairs of h: [..., M] complex -> [..., 2 M]."""
+    return as_pairs(2 * jnp.conj(z))
+
+
+def _discrete(dt, A, C):
+    """The discrete poles and their logarithms, the input's weight, and C: complex [D, M]."""
+    x, y = (dt[:, None] * A[..., i] for i in (0, 1))
+    # exp(x + iy) - 1 without the cancellation of small steps.
+    gained = jax.lax.complex(
+        jnp.expm1(x) * jnp.cos(y) - 2 * jnp.sin(y / 2) ** 2, jnp.exp(x) * jnp.sin(y)
+    )
+    log_pole = jax.lax.complex(x, y)
+    return jnp.exp(log_pole), log_pole, gained / as_complex(A), as_complex(C)
+
+
+def _advance(parameters, x, u):
+    pole, _, weight, _ = parameters
+    return as_pairs(pole * flat_complex(x) + weight * u[..., None])
+
+
+def _output(parameters, x):
+    return jnp.sum(twice_real(parameters[3]) * x, axis=-1)
+
+
+def _tables(parameters, chunk):
+    _, log_pole, weight, C = parameters
+    powers = jnp.exp(jnp.arange(chunk + 1)[:, None] * log_pole[:, None])
+    read = twice_real(C[:, None] * powers)
+    write = as_pairs(weight[:, None] * powers[:, :-1])
+    kernel = jnp.sum(read[:, :-1] * as_pairs(weight)[:, None], axis=-1)
+    return time_invariant.Tables(kernel, read[:, 1:], write, powers[:, -1])
+
+
+def _across(through, x):
+    return as_pairs(through * flat_complex(x))
+
+
+def _kernel(parameters, length):
+    """Powers 0 .. length-1 as products of two short tables: nothing of size length x N is held."""
+    _, log_pole, weight, C = parameters
+    short = 1 << ((length - 1).bit_length() + 1) // 2
+    steps = short * jnp.arange(-(-length // short))
+    within = jnp.exp(jnp.arange(short)[:, None] * log_pole[:, None])
+    across = jnp.exp(steps[:, None] * log_pole[:, None])
+    kernel = contract(
+        "dln,din->dli", twice_real((C * weight)[:, None] * across), as_pairs(within)
+    )
+    return kernel.reshape(kernel.shape[0], -1)[:, :length]
+
+
+_SYSTEM = time_invariant.System(_advance, _output, _tables, _across, _kernel)
+
+
+def _associative(u, parameters, state, segment_ids):
+    """As a member of the elementwise family, with complex states."""
+    zeros = jnp.zeros((u.shape[0], u.shape[2], 2 * parameters[0].shape[1]), u.dtype)
+    out, state = elementwise.scan(
+        elementwise.Family(_write, _read),
+        u,
+        parameters,
+        initial_state=flat_complex(zeros if state is None else state.astype(u.dtype)),
+        marks=elementwise.document_marks(segment_ids),
+        chunk_size=None,
+        impl="associative",
+        out_dtype=u.dtype,
+    )
+    return out, as_pairs(state)
+
+
+def _write(u, parameters, marks):
+    _, log_pole, weight, _ = parameters
+    write = u[..., None] * weight
+    return jnp.broadcast_to(log_pole, write.shape), write
+
+
+def _read(state, u, parameters):
+    return 2 * jnp.sum((state * parameters[3]).real, axis=-1)

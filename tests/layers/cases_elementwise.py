@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of the elementwise family in the shared layer tests."""
+
+from seqmix.layers import MambaConfig, RGLRUConfig
+
+CASES = {
+    "mamba": MambaConfig(expand=3, state_size=7, chunk_size=8),
+    "jamba": MambaConfig(expand=1, state_size=3, dt_rank=2, inner_norms=True),
+    "rg_lru": RGLRUConfig(expand=2, heads=5, chunk_size=8),
+}
+
+CHANGES = {
+    "jamba": [{"norm_epsilon": 1.0}],
+}

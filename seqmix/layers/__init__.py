@@ -7,30 +7,52 @@ A layer is one file here and one line below; importing it registers it under its
 from seqmix.layers import parameters as parameters
 from seqmix.layers import registry as registry
 from seqmix.layers.attention import Attention, AttentionConfig
+from seqmix.layers.based import Based, BasedConfig
+from seqmix.layers.bidirectional import Bidirectional, BidirectionalConfig
 from seqmix.layers.delta_net import DeltaNet, DeltaNetCache, DeltaNetConfig
 from seqmix.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache, GatedDeltaNetConfig
 from seqmix.layers.gla import GLA, GLACache, GLAConfig
 from seqmix.layers.hgrn2 import HGRN2, HGRN2Cache, HGRN2Config
+from seqmix.layers.kda import KDA, KDAConfig
+from seqmix.layers.lightning import Lightning, LightningConfig
 from seqmix.layers.linear import BlockLinear, Linear
+from seqmix.layers.linear_attention import LinearAttention, LinearAttentionConfig
 from seqmix.layers.mamba import Mamba, MambaCache, MambaConfig
 from seqmix.layers.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
+from seqmix.layers.mamba2s import Mamba2S, Mamba2SCache, Mamba2SConfig
+from seqmix.layers.mamba3 import Mamba3, Mamba3Config
+from seqmix.layers.mamba_2nd import Mamba2nd, Mamba2ndCache, Mamba2ndConfig
 from seqmix.layers.norms import GatedRMSNorm, GroupNorm, RMSNorm
+from seqmix.layers.performer import Performer, PerformerConfig, redraw_features
 from seqmix.layers.registry import LayerInfo, get, names, register
+from seqmix.layers.retnet import RetNet, RetNetCache, RetNetConfig
 from seqmix.layers.rg_lru import RGLRU, RGLRUCache, RGLRUConfig
 from seqmix.layers.rotary import rotary
 from seqmix.layers.rwkv5 import RWKV5, RWKV5Config
 from seqmix.layers.rwkv6 import RWKV6, RWKV6Config
+from seqmix.layers.rwkv7 import RWKV7, RWKV7Config
 from seqmix.layers.rwkv_time_mix import RWKVCache
+from seqmix.layers.s4 import S4, S4Config
+from seqmix.layers.s4d import S4D, S4DConfig
 from seqmix.layers.short_convolution import ShortConvolution
+from seqmix.layers.vmamba import VMamba, VMambaConfig
 
 __all__ = [
     "GLA",
     "HGRN2",
+    "KDA",
     "RGLRU",
     "RWKV5",
     "RWKV6",
+    "RWKV7",
+    "S4",
+    "S4D",
     "Attention",
     "AttentionConfig",
+    "Based",
+    "BasedConfig",
+    "Bidirectional",
+    "BidirectionalConfig",
     "BlockLinear",
     "DeltaNet",
     "DeltaNetCache",
@@ -44,24 +66,48 @@ __all__ = [
     "GroupNorm",
     "HGRN2Cache",
     "HGRN2Config",
+    "KDAConfig",
     "LayerInfo",
+    "Lightning",
+    "LightningConfig",
     "Linear",
+    "LinearAttention",
+    "LinearAttentionConfig",
     "Mamba",
     "Mamba2",
     "Mamba2Cache",
     "Mamba2Config",
+    "Mamba2S",
+    "Mamba2SCache",
+    "Mamba2SConfig",
+    "Mamba2nd",
+    "Mamba2ndCache",
+    "Mamba2ndConfig",
+    "Mamba3",
+    "Mamba3Config",
     "MambaCache",
     "MambaConfig",
+    "Performer",
+    "PerformerConfig",
     "RGLRUCache",
     "RGLRUConfig",
     "RMSNorm",
     "RWKV5Config",
     "RWKV6Config",
+    "RWKV7Config",
     "RWKVCache",
+    "RetNet",
+    "RetNetCache",
+    "RetNetConfig",
+    "S4Config",
+    "S4DConfig",
     "ShortConvolution",
+    "VMamba",
+    "VMambaConfig",
     "get",
     "names",
     "parameters",
+    "redraw_features",
     "register",
     "registry",
     "rotary",

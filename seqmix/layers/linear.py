@@ -82,9 +82,7 @@ class BlockLinear(nnx.Module):
       bias: [width].
     """
 
-    def __init__(
-        self, width: int, blocks: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, blocks: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
         initialise = jax.nn.initializers.variance_scaling(
             1.0, "fan_in", "truncated_normal", batch_axis=0
         )

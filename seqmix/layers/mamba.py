@@ -100,8 +100,9 @@ class Mamba(nnx.Module):
     C = norm(x W_C), A = -exp(A_log), y = W_o (selective_scan(x, dt, A, B, C, D) * silu(u W_z)), the
     norms only with ``inner_norms``.
 
-    The reference's fused projections [x, z] and [dt, B, C] are kept as separate parts. ``exp(A_log)``
-    starts at 1..N in every channel (S4D-Real), D at one, W_dt uniform in +-rank**-0.5.
+    The reference's fused projections [x, z] and [dt, B, C] are kept as separate parts.
+    ``exp(A_log)`` starts at 1..N in every channel (S4D-Real), D at one, W_dt uniform in
+    +-rank**-0.5.
     """
 
     def __init__(

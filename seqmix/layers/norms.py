@@ -10,6 +10,7 @@ from flax import nnx
 from seqmix.layers.parameters import NoDecayParam
 
 GateOrder = Literal["gate_then_norm", "norm_then_gate"]
+_ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def rms_normalise(x: jax.Array, epsilon: float) -> jax.Array:
@@ -47,10 +48,10 @@ class RMSNorm(nnx.Module):
 
 
 class GatedRMSNorm(nnx.Module):
-    """RMS norm with a SiLU gate, float32 inside.
+    """RMS norm with a gate, float32 inside; f is SiLU unless the sigmoid (KDA) is asked for.
 
-    ``gate_then_norm`` (Mamba-2): norm(x * silu(gate)) * scale.
-    ``norm_then_gate`` (Gated DeltaNet, RetNet, GLA): norm(x) * scale * silu(gate).
+    ``gate_then_norm`` (Mamba-2): norm(x * f(gate)) * scale.
+    ``norm_then_gate`` (Gated DeltaNet, RetNet, GLA): norm(x) * scale * f(gate).
 
     Attributes:
       scale: [width], starts at one.
@@ -61,6 +62,7 @@ class GatedRMSNorm(nnx.Module):
         width: int,
         *,
         order: GateOrder,
+        activation: Literal["silu", "sigmoid"] = "silu",
         group_size: int | None = None,
         epsilon: float = 1e-5,
         dtype: Any,
@@ -71,6 +73,7 @@ class GatedRMSNorm(nnx.Module):
         Args:
           width: size of the last axis.
           order: which comes first.
+          activation: f.
           group_size: the mean square is taken over groups of this many channels; default all.
           epsilon: added to the mean square.
           dtype: dtype of the result.
@@ -86,6 +89,7 @@ class GatedRMSNorm(nnx.Module):
             raise ValueError(f"group_size must divide the width {width}, got {group_size}")
         self.scale = NoDecayParam(jnp.ones((width,), param_dtype))
         self.order = order
+        self.activation = activation
         self.group_size = group_size
         self.epsilon = epsilon
         self.dtype = jnp.dtype(dtype)
@@ -95,12 +99,12 @@ class GatedRMSNorm(nnx.Module):
 
         Args:
           x: [..., width].
-          gate: [..., width], before its SiLU.
+          gate: [..., width], before its activation.
 
         Returns:
           [..., width] in the compute dtype.
         """
-        x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+        x, gate = x.astype(jnp.float32), _ACTIVATIONS[self.activation](gate.astype(jnp.float32))
         if self.order == "gate_then_norm":
             x = x * gate
         grouped = x.reshape(*x.shape[:-1], -1, self.group_size)

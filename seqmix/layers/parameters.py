@@ -11,6 +11,7 @@ The kind is the Variable's type, so it survives stacking over layers, splitting 
 | ``HeadParam`` | untied output head [D, vocabulary] | yes | no | yes |
 | ``NoDecayParam`` | norm scales, biases | no | no | yes |
 | ``Float32Param`` | A_log, dt_bias, D | no | no | never |
+| ``Buffer`` | fixed slopes, random projections | not trained | not trained | never |
 
 Embeddings are left out of the decay because it shrinks them, and with them the input of the first
 norm, whose gradient then grows (OLMo 2, arXiv 2501.00656, section 3.3).
@@ -30,6 +31,10 @@ class NoDecayParam(nnx.Param):
 
 class Float32Param(NoDecayParam):
     """A decay rate, time-step bias or skip: float32 under any cast, no weight decay."""
+
+
+class Buffer(nnx.Variable):
+    """Fixed numbers of a layer, such as the slopes of its heads: no parameter, always float32."""
 
 
 class ConvolutionParam(nnx.Param):
@@ -104,18 +109,18 @@ def cast(state: Any, dtype: Any) -> Any:
       dtype: a floating-point dtype.
 
     Returns:
-      The same tree; ``Float32Param`` values are float32 whatever they were.
+      The same tree; ``Float32Param`` and ``Buffer`` values are float32 whatever they were.
     """
 
     def convert(variable: nnx.Variable) -> jax.Array:
         value = variable[...]
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value
-        return value.astype(jnp.float32 if isinstance(variable, Float32Param) else dtype)
+        return value.astype(jnp.float32 if keeps_float32(variable) else dtype)
 
     return _map(convert, state)
 
 
 def keeps_float32(variable: nnx.Variable) -> bool:
     """Whether ``cast`` leaves this Variable in float32."""
-    return isinstance(variable, Float32Param)
+    return isinstance(variable, Float32Param | Buffer)

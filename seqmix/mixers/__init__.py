@@ -8,6 +8,11 @@ same numbers whichever implementation runs.
 from seqmix.mixers import feature_maps as feature_maps
 from seqmix.mixers._segments import segment_positions
 from seqmix.mixers.attention import attention
+from seqmix.mixers.forgetting_attention import (
+    ForgettingCache,
+    forgetting_attention,
+    init_forgetting_cache,
+)
 from seqmix.mixers.gated_delta_rule import delta_rule, gated_delta_rule
 from seqmix.mixers.gla import gla
 from seqmix.mixers.kda import kda
@@ -24,6 +29,8 @@ from seqmix.mixers.retention import retention
 from seqmix.mixers.rg_lru import rg_lru
 from seqmix.mixers.rwkv6 import rwkv5, rwkv6
 from seqmix.mixers.rwkv7 import rwkv7
+from seqmix.mixers.s4 import s4
+from seqmix.mixers.s4d import s4d
 from seqmix.mixers.second_order_attention import second_order_attention
 from seqmix.mixers.selective_scan import selective_scan
 from seqmix.mixers.short_convolution import short_convolution
@@ -33,6 +40,7 @@ from seqmix.mixers.structured_mask import structured_mask
 from seqmix.mixers.token_shift import token_shift
 
 __all__ = [
+    "ForgettingCache",
     "KVCache",
     "Mamba3State",
     "PerformerState",
@@ -40,8 +48,10 @@ __all__ = [
     "attention",
     "delta_rule",
     "feature_maps",
+    "forgetting_attention",
     "gated_delta_rule",
     "gla",
+    "init_forgetting_cache",
     "init_kv_cache",
     "init_performer_state",
     "kda",
@@ -54,6 +64,8 @@ __all__ = [
     "rwkv5",
     "rwkv6",
     "rwkv7",
+    "s4",
+    "s4d",
     "second_order_attention",
     "segment_positions",
     "selective_scan",

@@ -2,8 +2,8 @@
 """The elementwise family: h_t = exp(l_t) * h_{t-1} + w_t, y_t = read(h_t), on vectors of channels.
 
 S6 (Mamba), S4D and RG-LRU are thin parametrisations: each gives two maps that look at one token,
-``write(tokens, parameters, marks) -> (l, w)`` and ``read(h, tokens, parameters) -> y``, affine in h.
-What a token expands to (a step size and an input to [D, N] log-decays and writes) exists for one
+``write(tokens, parameters, marks) -> (l, w)`` and ``read(h, tokens, parameters) -> y``, affine in
+h. What a token expands to (a step size and an input to [D, N] log-decays and writes) exists for one
 step of a loop only, never as an array over time.
 
 The chunkwise form walks over blocks of chunks. The chunks of a block advance side by side: a first
@@ -146,9 +146,9 @@ def _associative(family, tokens, parameters, marks, state):
     log_decay, write = _marked_terms(family, tokens, parameters, marks)
 
     def combine(left, right):
-        l, v = left
-        m, w = right
-        return l + m, jnp.exp(m) * v + w
+        earlier, v = left
+        later, w = right
+        return earlier + later, jnp.exp(later) * v + w
 
     total, states = lax.associative_scan(combine, (log_decay, write), axis=1)
     states = states + jnp.exp(total) * state[:, None]

@@ -57,9 +57,9 @@ def mamba3(
         h_t = a_t h_{t-1} + (1 - l_t) dt_t a_t k_{t-1} x_{t-1}^T + l_t dt_t k_t x_t^T
         y_t = scale q_t h_t + D x_t
 
-    A token is thus written in two parts, the second one step later under that step's decay: one
-    write of l_t dt_t + (1 - l_{t+1}) dt_{t+1} on the SSD core, less what the token itself must not
-    see yet.
+    A token is thus written in two parts, the second one step later. On the SSD core both are one
+    write at that later step, a_t (l_{t-1} dt_{t-1} + (1 - l_t) dt_t) k_{t-1} x_{t-1}^T, and what a
+    token reads of itself is added apart: its output depends on no later step size, to the bit.
 
     Source: Mamba-3 (arXiv 2603.15569), its single-input, single-output form.
 
@@ -107,38 +107,35 @@ def mamba3(
     # and keys turned by the same angle cancel, and bfloat16 products would not (7e-3 was measured).
     B, C = _rotate(B.astype(wide), angle), _rotate(C.astype(wide), angle)
 
-    late = (1 - trapezoid) * dt
-    postponed = _next_in_document(late, segment_ids, run)
-    written = x.astype(wide) * (trapezoid * dt + postponed)[..., None]
-    matrix = None
-    if before is not None:
-        first = jnp.repeat(before.key, heads.values, axis=1)[..., None] * before.value[:, :, None]
-        matrix = before.matrix + _first(late, segment_ids)[..., None, None] * first
+    early, late = trapezoid * dt, (1 - trapezoid) * dt
+    previous = _Previous(segment_ids, run)
+    wrote = jnp.exp(dt * A) * (previous(early, None) + late)
+    key = previous(B, None if before is None else before.key)
+    value = previous(x.astype(wide), None if before is None else before.value)
+    (key,) = mask_padding(segment_ids, key)
     out, matrix = scalar_decay.scan(
         C,
-        B,
-        written,
+        key,
+        value * wrote[..., None],
         dt * A,
         heads=heads,
         scale=1.0,
-        initial_state=matrix,
+        initial_state=None if before is None else before.matrix,
         run=run,
         chunk_size=chunk_size,
         impl=impl,
         out_dtype=wide,
     )
-    own = contract("btgn,btgn->btg", C, B)
-    own = jnp.repeat(own, heads.values, axis=2) * postponed
-    out = scale * (out - own[..., None] * x)
+    own = jnp.repeat(contract("btgn,btgn->btg", C, B), heads.values, axis=2) * early
+    out = scale * (out + own[..., None] * x)
     if D is not None:
         out = out + D.astype(wide)[:, None] * x
     last = _Last(segment_ids, time)
-    state = Mamba3State(
-        matrix,
-        last(B, None if before is None else before.key),
-        last(x, None if before is None else before.value),
-        last(angle, None if before is None else before.angle),
-    )
+    key = last(B, None if before is None else before.key)
+    value = last(x, None if before is None else before.value)
+    own = jnp.repeat(key, heads.values, axis=1)[..., None] * value[:, :, None]
+    matrix = matrix + last(early, None)[..., None, None] * own
+    state = Mamba3State(matrix, key, value, last(angle, None if before is None else before.angle))
     return mask_padding(segment_ids, out.astype(x.dtype))[0], state
 
 
@@ -207,28 +204,26 @@ def _rotate(x, angle):
     return jnp.concatenate([rotated, x[..., turned:]], axis=-1)
 
 
-def _next_in_document(x, segment_ids, run):
-    """[B, T, H]: x of the next real token of the same document, 0 where there is none."""
-    if segment_ids is None:
-        return jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
-    time = x.shape[1]
-    index = jnp.where(segment_ids != 0, jnp.arange(time, dtype=jnp.int32), time)
-    at_or_after = lax.cummin(index, axis=1, reverse=True)
-    after = jnp.pad(at_or_after[:, 1:], ((0, 0), (0, 1)), constant_values=time)
-    source = jnp.minimum(after, time - 1)
-    same = (after < time) & (jnp.take_along_axis(run, source, axis=1) == run)
-    following = jnp.take_along_axis(x, source[..., None], axis=1)
-    return jnp.where(same[..., None], following, 0)
+class _Previous:
+    """Reads [B, T, ...] at the previous real token of the same document."""
 
+    def __init__(self, segment_ids, run):
+        self.place = None
+        if segment_ids is not None:
+            last = last_real_index(segment_ids)
+            self.place = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+            source = jnp.maximum(self.place, 0)
+            self.same = (self.place >= 0) & (jnp.take_along_axis(run, source, axis=1) == run)
 
-def _first(x, segment_ids):
-    """[B, H]: x of the first real token of each row, 0 in rows of padding."""
-    if segment_ids is None:
-        return x[:, 0]
-    real = segment_ids != 0
-    place = jnp.argmax(real, axis=1)
-    first = jnp.take_along_axis(x, place[:, None, None], axis=1)[:, 0]
-    return jnp.where(jnp.any(real, axis=1)[:, None], first, 0)
+    def __call__(self, x, before):
+        """The value there; `before` [B, ...] (None for zeros) where a row has no token yet."""
+        first = jnp.zeros_like(x[:, 0]) if before is None else before
+        if self.place is None:
+            return jnp.concatenate([first[:, None], x[:, :-1]], axis=1)
+        shape = (*self.place.shape, *(1,) * (x.ndim - 2))
+        source = jnp.maximum(self.place, 0).reshape(shape)
+        earlier = jnp.where(self.same.reshape(shape), jnp.take_along_axis(x, source, axis=1), 0)
+        return jnp.where((self.place < 0).reshape(shape), first[:, None], earlier)
 
 
 class _Last:

@@ -30,8 +30,8 @@ def rg_lru(
     A document's first token is written whole, as if a were 0 there. The derivative of the root is
     bounded by 1000, as in the reference code: at a = 1 it has none.
 
-    Source: Griffin (De et al. 2024, arXiv 2402.19427), section 2.4; `RGLRU` of recurrentgemma, whose
-    gates make `x` (input gate times input) and `log_a` (-8 times recurrence gate times
+    Source: Griffin (De et al. 2024, arXiv 2402.19427), section 2.4; `RGLRU` of recurrentgemma,
+    whose gates make `x` (input gate times input) and `log_a` (-8 times recurrence gate times
     softplus(Lambda)).
 
     Args:

@@ -27,7 +27,8 @@ def rwkv6(
 ) -> tuple[jax.Array, MatrixState]:
     """o_t = scale r_t (S_{t-1} + diag(bonus) k_t v_t^T), then the write of `gla`.
 
-    S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T. A document's first token reads its bonus alone.
+    S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T. A document's first token reads only its own
+    write, through the bonus.
 
     Source: RWKV-6 "Finch" (Peng et al. 2024, arXiv 2404.05892), where log_decay = -exp(w).
 

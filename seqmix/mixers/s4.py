@@ -11,7 +11,7 @@ roots of unity z the kernel's transform is, with C~ = C (I - Ad^L)::
 
     K(z) = C~ [(1 - z) I - c (1 + z) (diag(A) - P P^*)]^{-1} dt B
 
-which are four Cauchy sums; it is written with (1 + z) multiplied out, so that z = -1 is no special case.
+which are four Cauchy sums; (1 + z) is multiplied out, so that z = -1 is no special case.
 """
 
 import jax
@@ -55,8 +55,8 @@ def s4(
       P, B, C: [D, N/2, 2] float32, rank-one part, input and output.
       D: [D] float, skip connection; None for none.
       form, initial_state, segment_ids, chunk_size: as `seqmix.mixers.s4d`.
-      impl: 'recurrent', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto': 'fft', 'chunked'
-        where there are segment_ids.
+      impl: 'recurrent', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto': 'fft', or
+        'chunked' where there are segment_ids.
 
     Returns:
       y: [B, T, D] in the dtype of u; 0 at padding.
@@ -107,12 +107,12 @@ def s4(
 
 
 def _dot(x, y):
-    """Re-linear inner product over conjugate pairs: 2 Re(sum conj(x) y), [..., M] -> [..., 1]."""
+    """Inner product over conjugate pairs: 2 Re(sum conj(x) y), [..., M] -> [..., 1]."""
     return 2 * jnp.sum((jnp.conj(x) * y).real, axis=-1, keepdims=True)
 
 
 def _factors(dt, A, P, B, C):
-    """What the discrete system is made of: c [D, 1], the arguments, the inverses of 1 - c A on P."""
+    """The discrete system: c [D, 1], the arguments, 1 / (1 - c A), and what corrects it for P."""
     c = dt[:, None] / 2
     inverse = 1 / (1 - c * A)
     correction = c * inverse * P / (1 + c * _dot(P, inverse * P))
@@ -200,9 +200,9 @@ def _kernel(parameters, length):
     # One pole (and its conjugate) at a time: no array of roots times poles.
     @jax.checkpoint
     def add(sums, pole):
-        A, *numerators = pole
-        for numerator, A in ((jnp.stack(numerators), A), (jnp.conj(jnp.stack(numerators)), A.conj())):
-            sums = sums + numerator[..., None] / (backward - c * A[:, None] * forward)
+        numerators = jnp.stack(pole[1:])
+        for top, root in ((numerators, pole[0]), (numerators.conj(), pole[0].conj())):
+            sums = sums + top[..., None] / (backward - c * root[:, None] * forward)
         return sums, None
 
     terms = (A, C * B, C * P, jnp.conj(P) * B, jnp.conj(P) * P)

@@ -29,8 +29,8 @@ def s4d(
 ) -> tuple[Channels, Float[Array, "B D M 2"]]:
     """h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A u_t,  y_t = 2 Re(C h_t) + D u_t, per channel.
 
-    One of each conjugate pair is held: M = N/2 poles for a state of N real numbers. The input enters
-    every pole with weight 1 and both A and B are discretised by zero-order hold.
+    One of each conjugate pair is held: M = N/2 poles for a state of N real numbers. The input
+    enters every pole with weight 1 and both A and B are discretised by zero-order hold.
 
     Source: S4D (Gu et al. 2022, arXiv 2206.11893), `S4DKernel` of state-spaces/s4.
 
@@ -160,9 +160,7 @@ def _kernel(parameters, length):
     steps = short * jnp.arange(-(-length // short))
     within = jnp.exp(jnp.arange(short)[:, None] * log_pole[:, None])
     across = jnp.exp(steps[:, None] * log_pole[:, None])
-    kernel = contract(
-        "dln,din->dli", twice_real((C * weight)[:, None] * across), as_pairs(within)
-    )
+    kernel = contract("dln,din->dli", twice_real((C * weight)[:, None] * across), as_pairs(within))
     return kernel.reshape(kernel.shape[0], -1)[:, :length]
 
 

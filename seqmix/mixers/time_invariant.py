@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear time-invariant state spaces of D independent channels: x' = A x + B u, y = C x (S4, S4D).
 
-With discrete A, B, C of one channel and a real state of N numbers, a chunk of C tokens that x enters
-gives (arXiv 2111.00396, cut into chunks)::
+With discrete A, B, C of one channel and a real state of N numbers, a chunk of C tokens that x
+enters gives (arXiv 2111.00396, cut into chunks)::
 
     y_i = C A^{i+1} x + sum_{j <= i} K_{i-j} u_j,    K_l = C A^l B
     x'  = A^C x + sum_j A^{C-1-j} B u_j
@@ -83,8 +83,8 @@ def choose_impl(
         raise ValueError(f"{mixer}: form={form!r} is impl {' or '.join(FORMS[form])}, got {impl!r}")
     if impl == "fft" and segment_ids is not None:
         raise ValueError(
-            f"{mixer}: impl='fft' convolves whole rows and cannot keep the documents of segment_ids "
-            "apart; use 'chunked'"
+            f"{mixer}: impl='fft' convolves whole rows and cannot keep the documents of "
+            "segment_ids apart; use 'chunked'"
         )
     convolution = "fft" if segment_ids is None else "chunked"
     if form != "auto" and impl == "auto":
@@ -158,14 +158,10 @@ def _recurrent(system, parameters, u, state, marks):
         else:
             mark = mark[:, None, None]
             entering = jnp.where(mark == elementwise.START, 0, x)
-            x = jnp.where(
-                mark == elementwise.SKIP, x, system.advance(parameters, entering, u)
-            )
+            x = jnp.where(mark == elementwise.SKIP, x, system.advance(parameters, entering, u))
         return x, system.output(parameters, x)
 
-    final, y = lax.scan(
-        step, state, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (u, marks))
-    )
+    final, y = lax.scan(step, state, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (u, marks)))
     return jnp.moveaxis(y, 0, 1), final
 
 
@@ -178,7 +174,11 @@ def _convolve(kernel, u):
 
 
 def _last_state(system, parameters, states, u, run, count, chunk):
-    """The state after `count` tokens (an int, or [B]) from those [n + 1, B, D, N] entering chunks."""
+    """The state after `count` tokens (an int, or [B]), from those that enter the chunks.
+
+    Args:
+      states: [n + 1, B, D, N].
+    """
     if isinstance(count, int):
         state = states[count // chunk]
         rest = jnp.moveaxis(u[:, count // chunk * chunk :], 1, 0)

@@ -45,39 +45,46 @@ class Block(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: Any = None,
-    ) -> tuple[jax.Array, Any]:
+        shared: dict[str, Any],
+    ) -> tuple[jax.Array, Any, dict[str, Any]]:
         """Runs the block.
 
         Args:
           x: residual stream [B, T, D].
           segment_ids, positions: [B, T] int32, as layers take them.
           cache: the mixer's cache, or None.
+          shared: what layers hand to later ones, by `shared_name`.
 
         Returns:
-          The residual stream in its own dtype and the mixer's cache (None without one).
+          The residual stream in its own dtype, the mixer's cache (None without one) and `shared`.
         """
         # Named scopes label the profiler's trace.
         with jax.named_scope("mixer"):
-            y, cache = self.mixer(
-                self.mixer_norm(x), segment_ids=segment_ids, positions=positions, cache=cache
-            )
+            options = {"segment_ids": segment_ids, "positions": positions, "cache": cache}
+            name = getattr(self.mixer, "shared_name", None)
+            if name is None:
+                y, cache = self.mixer(self.mixer_norm(x), **options)
+            else:
+                y, cache, given = self.mixer(self.mixer_norm(x), shared=shared[name], **options)
+                shared = shared | {name: given}
             x = x + y.astype(x.dtype)
         if self.feed_forward is not None:
             with jax.named_scope("feed_forward"):
                 x = x + self.feed_forward(self.feed_forward_norm(x)).astype(x.dtype)
-        return x, cache
+        return x, cache, shared
 
 
 def run_block(
     block: Block,
     x: jax.Array,
     cache: Any,
+    shared: dict[str, Any],
     *,
     segment_ids: jax.Array | None,
     positions: jax.Array | None,
     remat: str,
     prevent_cse: bool,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, dict[str, Any]]:
     """Calls a block under a rematerialisation policy of `HybridLMConfig.remat`.
 
     Args:
@@ -85,13 +92,13 @@ def run_block(
         recomputation apart by themselves.
     """
     if remat == "none":
-        return block(x, segment_ids=segment_ids, positions=positions, cache=cache)
+        return block(x, segment_ids=segment_ids, positions=positions, cache=cache, shared=shared)
     graph, parameters = nnx.split(block)
 
     @functools.partial(jax.checkpoint, policy=_POLICIES[remat], prevent_cse=prevent_cse)
-    def run(parameters, x, cache, segment_ids, positions):
+    def run(parameters, x, cache, shared, segment_ids, positions):
         return nnx.merge(graph, parameters)(
-            x, segment_ids=segment_ids, positions=positions, cache=cache
+            x, segment_ids=segment_ids, positions=positions, cache=cache, shared=shared
         )
 
-    return run(parameters, x, cache, segment_ids, positions)
+    return run(parameters, x, cache, shared, segment_ids, positions)

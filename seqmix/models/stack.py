@@ -98,36 +98,46 @@ class Stack(nnx.Module):
           The residual stream and the cache (None without one).
         """
 
-        def run(blocks: nnx.List, x: jax.Array, caches: Any, prevent_cse: bool):
+        def run(blocks: nnx.List, stream: Any, caches: Any, prevent_cse: bool):
             caches = (None,) * len(blocks) if caches is None else caches
-            after = []
+            (x, shared), after = stream, []
             for block, before in zip(blocks, caches, strict=True):
-                x, new = run_block(
+                x, new, shared = run_block(
                     block,
                     x,
                     before,
+                    shared,
                     segment_ids=segment_ids,
                     positions=positions,
                     remat=self.remat,
                     prevent_cse=prevent_cse,
                 )
                 after.append(new)
-            return x, tuple(after)
+            return (x, shared), tuple(after)
 
         parts = cache if cache is not None else (None, None, None)
-        x, leading = run(self.leading, x, parts[0], True)
+        stream = (x, self._init_shared(*x.shape[:2]))
+        stream, leading = run(self.leading, stream, parts[0], True)
         periods: tuple[Any, ...] = ()
         if len(self.periods):
             graph, parameters = nnx.split(self.periods)
 
-            def body(x, inputs):
+            def body(stream, inputs):
                 parameters, caches = inputs
                 # XLA unrolls a scan of one step; forward and recomputation could then merge.
-                return run(nnx.merge(graph, parameters), x, caches, self.count == 1)
+                return run(nnx.merge(graph, parameters), stream, caches, self.count == 1)
 
-            x, periods = jax.lax.scan(body, x, (parameters, parts[1]))
-        x, trailing = run(self.trailing, x, parts[2], True)
+            stream, periods = jax.lax.scan(body, stream, (parameters, parts[1]))
+        (x, _), trailing = run(self.trailing, stream, parts[2], True)
         return x, None if cache is None else StackCache(leading, periods, trailing)
+
+    def _init_shared(self, batch: int, time: int) -> dict[str, Any]:
+        """What the lowest of the layers that hand something upwards get, by `shared_name`."""
+        blocks = (*self.leading, *self.periods, *self.trailing)
+        mixers = (block.mixer for block in blocks)
+        return {
+            m.shared_name: m.init_shared(batch, time) for m in mixers if hasattr(m, "shared_name")
+        }
 
     def init_cache(self, batch: int, capacity: int) -> StackCache:
         """Empty caches of all blocks for ``capacity`` tokens."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the elementwise family in the shared layer tests."""
 
-from seqmix.layers import MambaConfig, RGLRUConfig
+from seqmix.layers import MambaConfig, RGLRUConfig, S4Config, S4DConfig
 
 CASES = {
     "mamba": MambaConfig(expand=3, state_size=7, chunk_size=8),
     "jamba": MambaConfig(expand=1, state_size=3, dt_rank=2, inner_norms=True),
     "rg_lru": RGLRUConfig(expand=2, heads=5, chunk_size=8),
+    "s4d": S4DConfig(state_size=6, chunk_size=8),
+    "s4": S4Config(state_size=4, chunk_size=8),
 }
 
 CHANGES = {

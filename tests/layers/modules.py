@@ -32,11 +32,16 @@ def graph_and_shapes(config, width):
 
 
 def random_parameters(shapes, seed=0):
-    """Normal, of standard deviation 1/sqrt(inputs) for matrices; norm scales around one."""
+    """Normal, of standard deviation 1/sqrt(inputs) for matrices; norm scales around one.
+
+    Slopes are positive: they are rates of decay.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         values = rng.normal(size=leaf.shape) / np.sqrt(leaf.shape[-2] if leaf.ndim > 1 else 4)
+        if any(getattr(key, "key", None) == "slopes" for key in path):
+            values = np.abs(values)
         offset = 1 if any(getattr(key, "key", None) == "scale" for key in path) else 0
         return jnp.asarray(values + offset, jnp.float32)
 

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from seqmix.layers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config
-from tests.layers import cases_elementwise, cases_vector_decay
+from seqmix.layers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, RWKV7Config
+from tests.layers import (
+    cases_elementwise,
+    cases_scalar_decay,
+    cases_vector_decay,
+    cases_vector_delta,
+)
 from tests.layers.modules import COMMON, graph_and_shapes, layer_of, quick_jit, random_parameters
 
 # Odd model width and odd head counts throughout; chunks of 8 put several in a row.
@@ -24,7 +29,9 @@ CASES = {
     "attention": AttentionConfig(heads=3, kv_heads=1, head_width=6, qk_norm=True),
     "window": AttentionConfig(heads=5, head_width=4, window=4, rotary_fraction=0.5),
     **cases_elementwise.CASES,
+    **cases_scalar_decay.CASES,
     **cases_vector_decay.CASES,
+    **cases_vector_delta.CASES,
 }
 
 
@@ -136,7 +143,10 @@ def test_gradients_reach_every_parameter(case):
         y, _ = nnx.merge(case.graph, parameters)(case.x)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
 
+    alone = cases_vector_delta.UNUSED_ALONE if isinstance(case.config, RWKV7Config) else ()
     for path, gradient in nnx.to_flat_state(quick_jit(jax.grad(loss))(case.parameters)):
+        if path[0] in alone:
+            continue
         assert jnp.isfinite(gradient[...]).all() and gradient[...].any(), path
 
 
@@ -151,7 +161,9 @@ CHANGES = {
         {"norm_epsilon": 1.0},
     ],
     **cases_elementwise.CHANGES,
+    **cases_scalar_decay.CHANGES,
     **cases_vector_decay.CHANGES,
+    **cases_vector_delta.CHANGES,
 }
 
 

@@ -157,7 +157,7 @@ def test_delta_net(gated):
 
 @pytest.mark.parametrize("layer", [LayerInfo(0, 4), LayerInfo(2, 4), LayerInfo(0, 1)])
 def test_rwkv_initial_values(layer):
-    width, heads, size = 12, 3, 4
+    width, size = 12, 4
     rising = layer.index / max(layer.count - 1, 1)
     falling = 1 - layer.index / layer.count
     common = COMMON | {"layer": layer}

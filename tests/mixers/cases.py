@@ -58,7 +58,7 @@ class Mixer:
       draw_state: a state that some tokens could have left; default: normal numbers.
       scales: whether it takes a `scale`.
       channels: its arrays are [B, T, D], without heads.
-      parameters: arguments without batch and time axes.
+      parameters: arguments of three axes and more without batch and time.
     """
 
     name: str
@@ -76,13 +76,17 @@ class Mixer:
     draw_state: Callable[[np.random.Generator, Shape], Any] | None = None
     scales: bool = True
     channels: bool = False
-    parameters: frozenset[str] = frozenset({"A", "D", "bonus"})
+    parameters: frozenset[str] = frozenset()
 
     def __post_init__(self):
         object.__setattr__(self, "function", self.function or self.name)
 
     def __call__(self, arrays: dict[str, Any], **options):
         return getattr(mixers, self.function)(**arrays, **dict(self.options), **options)
+
+    def per_token(self, argument: str, x: Any) -> bool:
+        """Whether an argument is [B, T, ...]; one or two axes belong to channels or heads."""
+        return x.ndim > 2 and argument not in self.parameters
 
     def empty_state(self, shape: Shape) -> Any:
         """The state before the first token, float32."""

@@ -27,6 +27,27 @@ def mixers_elementwise(Mixer):
         size = (s.batch, s.time, width(s))
         return {"x": rng.normal(size=size), "log_a": -np.exp(rng.normal(size=size) * 1.5 - 2)}
 
+    def poles(rng, s):
+        real = -np.exp(rng.uniform(-2, 1, size=(width(s), s.key)))
+        return np.stack([real, rng.normal(size=real.shape) * 3], axis=-1)
+
+    def s4d(rng, s):
+        D = width(s)
+        return {
+            "u": rng.normal(size=(s.batch, s.time, D)),
+            "dt": np.exp(rng.uniform(-4, -1, size=D)),
+            "A": poles(rng, s),
+            "C": rng.normal(size=(D, s.key, 2)),
+            "D": rng.normal(size=D),
+        }
+
+    def s4(rng, s):
+        size = (width(s), s.key, 2)
+        return s4d(rng, s) | {"P": rng.normal(size=size) / 2, "B": rng.normal(size=size)}
+
+    def pairs(s):
+        return (s.batch, width(s), s.key, 2)
+
     common = {"groupings": ((1, 1, 1), (1, 1, 3)), "scales": False, "channels": True}
     forms = ("associative", "chunked")
     return (
@@ -48,6 +69,29 @@ def mixers_elementwise(Mixer):
             dense.rg_lru,
             frozenset({"log_a"}),
             gate="log_a",
+            **common,
+        ),
+        Mixer(
+            "s4d",
+            s4d,
+            pairs,
+            forms,
+            dense.s4d,
+            frozenset({"dt", "A", "C", "D"}),
+            gate=None,
+            parameters=frozenset({"A", "C"}),
+            **common,
+        ),
+        Mixer(
+            "s4",
+            s4,
+            pairs,
+            ("chunked",),
+            dense.s4,
+            frozenset({"dt", "A", "P", "B", "C", "D"}),
+            gate=None,
+            parameters=frozenset({"A", "P", "B", "C"}),
+            thin=True,
             **common,
         ),
     )

@@ -37,9 +37,9 @@ def tree_sum(tree):
     return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def part(arrays, rows=slice(None), tokens=slice(None)):
+def part(name, arrays, rows=slice(None), tokens=slice(None)):
     """Rows and tokens of every [B, T, ...] argument; per-head parameters stay whole."""
-    return {n: a[rows, tokens] if a.ndim > 2 else a for n, a in arrays.items()}
+    return {n: a[rows, tokens] if MIXERS[name].per_token(n, a) else a for n, a in arrays.items()}
 
 
 @pytest.mark.parametrize(("name", "impl"), DECODE_FORMS)
@@ -52,10 +52,10 @@ def test_split_anywhere_carries_the_state(name, impl):
     segments = segments.at[:, cut - 1 : cut + 1].set(segments[:, cut - 2 : cut - 1])
     whole, final = run(arrays, None, segments, name=name, impl=impl)
     first, state = run(
-        part(arrays, tokens=slice(cut)), None, segments[:, :cut], name=name, impl=impl
+        part(name, arrays, tokens=slice(cut)), None, segments[:, :cut], name=name, impl=impl
     )
     second, end = run(
-        part(arrays, tokens=slice(cut, None)), state, segments[:, cut:], name=name, impl=impl
+        part(name, arrays, tokens=slice(cut, None)), state, segments[:, cut:], name=name, impl=impl
     )
     assert relative_error(jnp.concatenate([first, second], axis=1), whole) < FLOAT32_BAR
     assert tree_error(end, final) < FLOAT32_BAR
@@ -68,7 +68,7 @@ def test_token_by_token_equals_one_pass(name):
     whole, final = run(arrays, name=name)
     state, outs = MIXERS[name].empty_state(shape), []
     for t in range(shape.time):
-        out, state = run(part(arrays, tokens=slice(t, t + 1)), state, name=name, impl="auto")
+        out, state = run(part(name, arrays, tokens=slice(t, t + 1)), state, name=name, impl="auto")
         outs.append(out)
     assert relative_error(jnp.concatenate(outs, axis=1), whole) < FLOAT32_BAR
     assert tree_error(state, final) < FLOAT32_BAR
@@ -88,15 +88,17 @@ def test_packed_documents_equal_separate_ones(name, boundary):
 
     grad = jax.jit(jax.grad(loss, has_aux=True))
     packed, (out, state) = grad(arrays, segments)
-    first, (out1, _) = grad(part(arrays, tokens=slice(boundary)), segments[:, :boundary])
+    first, (out1, _) = grad(part(name, arrays, tokens=slice(boundary)), segments[:, :boundary])
     second, (out2, state2) = grad(
-        part(arrays, tokens=slice(boundary, None)), segments[:, boundary:]
+        part(name, arrays, tokens=slice(boundary, None)), segments[:, boundary:]
     )
     assert relative_error(out, jnp.concatenate([out1, out2], axis=1)) < FLOAT32_BAR
     assert tree_error(state, state2) < FLOAT32_BAR
     for n, g in packed.items():
         joined = (
-            jnp.concatenate([first[n], second[n]], axis=1) if g.ndim > 2 else first[n] + second[n]
+            jnp.concatenate([first[n], second[n]], axis=1)
+            if MIXERS[name].per_token(n, g)
+            else first[n] + second[n]
         )
         assert relative_error(g, joined) < FLOAT32_BAR, n
 
@@ -105,9 +107,12 @@ def test_packed_documents_equal_separate_ones(name, boundary):
 def test_other_documents_change_nothing_bitwise(name, impl):
     shape = Shape(time=100)
     arrays, other = (float32_case(name, shape, seed=s) for s in (0, 1))
-    other = {n: a if a.ndim > 2 else arrays[n] for n, a in other.items()}
+    other = {n: a if MIXERS[name].per_token(n, a) else arrays[n] for n, a in other.items()}
     segments = jnp.where(jnp.arange(100) < 41, 1, 2) * jnp.ones((2, 1), jnp.int32)
-    mixed = {n: a.at[:, :41].set(other[n][:, :41]) if a.ndim > 2 else a for n, a in arrays.items()}
+    mixed = {
+        n: a.at[:, :41].set(other[n][:, :41]) if MIXERS[name].per_token(n, a) else a
+        for n, a in arrays.items()
+    }
     out, state = run(arrays, None, segments, name=name, impl=impl)
     out2, state2 = run(mixed, None, segments, name=name, impl=impl)
     np.testing.assert_array_equal(out[:, 41:], out2[:, 41:])
@@ -124,7 +129,9 @@ def test_padding_is_inert_wherever_it_stands(name, impl):
     out, final = run(arrays, state, None, name=name, impl=impl)
     real = np.r_[2:15, 20:40, 41:48]
     padded = {
-        n: jnp.full((1, 50, *a.shape[2:]), jnp.nan).at[:, real].set(a) if a.ndim > 2 else a
+        n: jnp.full((1, 50, *a.shape[2:]), jnp.nan).at[:, real].set(a)
+        if MIXERS[name].per_token(n, a)
+        else a
         for n, a in arrays.items()
     }
     segments = jnp.zeros((1, 50), jnp.int32).at[:, real].set(5)
@@ -149,7 +156,8 @@ def test_causal(name):
     shape = Shape(batch=1, time=70)
     arrays, other = (float32_case(name, shape, seed=s) for s in (0, 1))
     changed = {
-        n: a.at[:, 33:].set(other[n][:, 33:]) if a.ndim > 2 else a for n, a in arrays.items()
+        n: a.at[:, 33:].set(other[n][:, 33:]) if MIXERS[name].per_token(n, a) else a
+        for n, a in arrays.items()
     }
     out, _ = run(arrays, name=name)
     out2, _ = run(changed, name=name)
@@ -165,8 +173,8 @@ def test_state_gradient_reaches_the_previous_segment(name):
     def loss(arrays, cut):
         if cut is None:
             return jnp.sum(jnp.sin(MIXERS[name](arrays, impl="chunked")[0][:, 16:]))
-        _, state = MIXERS[name](part(arrays, tokens=slice(cut)), impl="chunked")
-        second = part(arrays, tokens=slice(cut, None))
+        _, state = MIXERS[name](part(name, arrays, tokens=slice(cut)), impl="chunked")
+        second = part(name, arrays, tokens=slice(cut, None))
         return jnp.sum(jnp.sin(MIXERS[name](second, initial_state=state, impl="chunked")[0]))
 
     grad = jax.jit(jax.grad(loss), static_argnums=1)
@@ -191,8 +199,8 @@ def test_vmap_and_remat(name, impl):
     arrays = float32_case(name, shape)
     call = functools.partial(MIXERS[name], impl=impl)
     out, _ = run(arrays, name=name, impl=impl)
-    lanes = {n: a[:, None] if a.ndim > 2 else a for n, a in arrays.items()}
-    axes = ({n: 0 if a.ndim > 3 else None for n, a in lanes.items()},)
+    lanes = {n: a[:, None] if MIXERS[name].per_token(n, a) else a for n, a in arrays.items()}
+    axes = ({n: 0 if MIXERS[name].per_token(n, a) else None for n, a in arrays.items()},)
     by_lane, _ = jax.jit(jax.vmap(call, in_axes=axes))(lanes)
     assert relative_error(by_lane[:, 0], out) < FLOAT32_BAR
 
@@ -211,7 +219,10 @@ def test_inside_shard_map(name, impl):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     shape = Shape(batch=2, time=20)
     arrays = float32_case(name, shape)
-    specs = {n: PartitionSpec("data") if a.ndim > 2 else PartitionSpec() for n, a in arrays.items()}
+    specs = {
+        n: PartitionSpec("data") if MIXERS[name].per_token(n, a) else PartitionSpec()
+        for n, a in arrays.items()
+    }
     segments = jnp.asarray(draw_segments(shape))
 
     def loss(arrays, segments):
@@ -288,7 +299,16 @@ def test_bad_arguments_name_the_argument(name):
             MIXERS[name](arrays, **options)
 
 
-@pytest.mark.parametrize("name", [n for n, m in MIXERS.items() if n != "ssd" and not m.channels])
+# With q, k and v alone nothing tells heads from time.
+UNGATED = {"linear_attention", "performer_attention", "retention"}
+HEADED = [
+    name
+    for name, m in MIXERS.items()
+    if name != "ssd" and not m.channels and m.function not in UNGATED
+]
+
+
+@pytest.mark.parametrize("name", HEADED)
 def test_heads_before_time_raises(name):
     arrays = float32_case(name, Shape(batch=1, time=6))
     swapped = {n: jnp.swapaxes(a, 1, 2) if a.ndim == 4 else a for n, a in arrays.items()}

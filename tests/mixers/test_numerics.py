@@ -74,7 +74,7 @@ def test_no_decay_is_the_delta_rule():
     jax.tree.map(np.testing.assert_array_equal, gated, plain)
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule", "gla", "rwkv6"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_very_strong_decay_stays_finite(name, dtype):
     mixer, shape = MIXERS[name], Shape(batch=1, time=130)
@@ -85,7 +85,7 @@ def test_very_strong_decay_stays_finite(name, dtype):
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule", "gla", "rwkv6"])
 def test_three_magnitudes_of_decay_in_one_chunk(name):
     mixer, shape = MIXERS[name], Shape(batch=1, time=64)
     arrays = draw(mixer, shape)
@@ -97,7 +97,7 @@ def test_three_magnitudes_of_decay_in_one_chunk(name):
     assert_within(got, want, EXTREME_BAR)
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule", "gla", "rwkv6"])
 def test_exact_zero_and_exact_one_decays(name):
     mixer, shape = MIXERS[name], Shape(batch=1, time=100)
     arrays = draw(mixer, shape)
@@ -134,7 +134,7 @@ def test_long_keys_grow_as_the_recurrence_does():
     assert_within(got, want, EXTREME_BAR)
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule", "gla"])
 def test_tens_of_thousands_of_documents_in_one_row(name):
     shape = Shape(batch=1, time=40_000, heads=(1, 1, 1), key=4, value=4)
     arrays = cast(MIXERS[name], draw(MIXERS[name], shape), jnp.float32)
@@ -147,7 +147,7 @@ def test_tens_of_thousands_of_documents_in_one_row(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule", "gla"])
 def test_sixty_five_thousand_tokens(name):
     shape = Shape(batch=1, time=65_536, heads=(1, 1, 1), key=64, value=64)
     mixer = MIXERS[name]
@@ -166,7 +166,9 @@ def _compiled_gradient(name, time):
     mixer = MIXERS[name]
     one = draw(mixer, Shape(batch=1, time=1, heads=(2, 2, 2), key=32, value=32))
     specs = {
-        n: jax.ShapeDtypeStruct((1, time, *a.shape[2:]) if a.ndim > 2 else a.shape, a.dtype)
+        n: jax.ShapeDtypeStruct(
+            (1, time, *a.shape[2:]) if mixer.per_token(n, a) else a.shape, a.dtype
+        )
         for n, a in cast(mixer, one, jnp.float32).items()
     }
     lowered = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(mixer(a, impl="chunked")[0])))).lower(

@@ -4,7 +4,7 @@ import os
 import jax
 import pytest
 
-from seqmix.training import enable_compilation_cache
+from seqmix.training import enable_compilation_cache, train
 from tests.training import runs
 
 
@@ -30,3 +30,10 @@ def cache(tmp_path_factory):
     else:
         os.environ["SEQMIX_CACHE"] = before[0]
     jax.config.update("jax_compilation_cache_dir", before[1])
+
+
+@pytest.fixture(scope="session")
+def straight(corpus, tmp_path_factory):
+    """A run of 50 steps without a break: its folder and result."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    return run_dir, train(runs.tiny_experiment(corpus), run_dir, progress=False)

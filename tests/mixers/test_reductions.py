@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each mixer becomes when what it adds to another is switched off."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from seqmix import mixers
+from tests.mixers.cases import MIXERS, Shape, draw, draw_segments, draw_state
+from tests.mixers.parity import _QUICK_COMPILE, FLOAT32_BAR, cast, relative_error
+
+SHAPE = Shape(batch=2, time=70)
+GATE = (SHAPE.batch, SHAPE.time, SHAPE.states)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "scale"), compiler_options=_QUICK_COMPILE)
+def run(name, arrays, state, segment_ids=None, *, scale=None):
+    """The chunked form of a mixer."""
+    options = {} if scale is None else {"scale": scale}
+    return getattr(mixers, name)(
+        **arrays, initial_state=state, segment_ids=segment_ids, impl="chunked", **options
+    )
+
+
+def close(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g, w) < FLOAT32_BAR
+
+
+def float32_case(name):
+    """Arrays, state and packed segments."""
+    mixer = MIXERS[name]
+    state = jnp.asarray(draw_state(mixer, SHAPE), jnp.float32)
+    return cast(mixer, draw(mixer, SHAPE), jnp.float32), state, jnp.asarray(draw_segments(SHAPE))
+
+
+def test_gla_with_equal_channels_is_simple_gla():
+    arrays, state, segments = float32_case("simple_gla")
+    simple = run("simple_gla", arrays, state, segments)
+    arrays["log_decay"] = jnp.broadcast_to(arrays["log_decay"][..., None], (*GATE, SHAPE.key))
+    close(run("gla", arrays, state, segments), simple)
+
+
+def test_rwkv6_reads_what_gla_reads_one_token_later():
+    """r_t S_{t-1} is the read of GLA's state at t - 1 by the next token's receptance."""
+    arrays, state, _ = float32_case("rwkv6")
+    arrays["bonus"] = jnp.zeros_like(arrays["bonus"])
+    out, final = run("rwkv6", arrays, state)
+    del arrays["bonus"]
+    r = arrays.pop("r")
+    read, end = run("gla", arrays | {"q": jnp.roll(r, -1, axis=1)}, state, scale=1.0)
+    first = jnp.einsum("bhk,bhkv->bhv", r[:, 0], state)
+    close((out, final), (jnp.concatenate([first[:, None], read[:, :-1]], axis=1), end))
+
+
+def test_rwkv6_with_full_bonus_and_no_decay_is_linear_attention():
+    arrays, state, segments = float32_case("rwkv6")
+    arrays["bonus"] = jnp.ones_like(arrays["bonus"])
+    arrays["log_decay"] = jnp.zeros_like(arrays["log_decay"])
+    rwkv = run("rwkv6", arrays, state, segments)
+    plain = {"q": arrays["r"], "k": arrays["k"], "v": arrays["v"], "log_decay": jnp.zeros(GATE)}
+    close(rwkv, run("simple_gla", plain, state, segments, scale=1.0))
+
+
+def test_rwkv5_is_rwkv6_with_one_decay_for_all_tokens():
+    arrays, state, segments = float32_case("rwkv5")
+    fifth = run("rwkv5", arrays, state, segments)
+    arrays["log_decay"] = jnp.broadcast_to(arrays["log_decay"], (*GATE, SHAPE.key))
+    close(fifth, run("rwkv6", arrays, state, segments))

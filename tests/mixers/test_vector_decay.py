@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLA and RWKV-6 under gates that broke other implementations, and their argument errors."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seqmix import mixers
+from tests.mixers.cases import MIXERS, Shape, draw, draw_segments
+from tests.mixers.parity import (
+    EXTREME_BAR,
+    FLOAT32_BAR,
+    assert_within,
+    cast,
+    draw_cotangents,
+    evaluate,
+    reference,
+    relative_error,
+)
+
+SHAPE = Shape(time=70)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_decays_of_random_raw_values(packed):
+    """log_decay = -exp(3 randn): from 1 to 0 within a few tokens, in every channel its own."""
+    mixer = MIXERS["rwkv6"]
+    arrays = draw(mixer, SHAPE)
+    rng = np.random.default_rng(4)
+    arrays["log_decay"] = -np.exp(3 * rng.normal(size=arrays["log_decay"].shape))
+    arrays["log_decay"] = np.float64(np.float32(arrays["log_decay"]))
+    segments = draw_segments(SHAPE) if packed else None
+    cotangents = draw_cotangents(mixer, arrays, mixer.state(SHAPE))
+    want = reference(mixer, arrays, None, segments, cotangents)
+    got = evaluate(mixer, "chunked", arrays, None, segments, cotangents, jnp.float32)
+    assert_within(got, want, FLOAT32_BAR)
+
+
+def test_the_gradient_of_a_weak_decay_next_to_strong_ones():
+    """One channel forgets everything at every other token; its weak decays keep their digits.
+
+    Their gradients are small beside q*dq and k*dk, whose difference would be rounding alone.
+    """
+    mixer, shape = MIXERS["gla"], Shape(batch=1, time=64, heads=(1, 1, 1))
+    arrays = draw(mixer, shape)
+    gate = np.full_like(arrays["log_decay"], -1e-3)
+    gate[:, ::2] = -12.0
+    arrays["log_decay"] = np.float64(np.float32(gate))
+    cotangents = draw_cotangents(mixer, arrays, mixer.state(shape))
+    want = reference(mixer, arrays, None, None, cotangents)
+    got = evaluate(mixer, "chunked", arrays, None, None, cotangents, jnp.float32)
+    for parity in (0, 1):
+        pair = (x["d_log_decay"][:, parity::2] for x in (got, want))
+        assert relative_error(*pair) < EXTREME_BAR
+
+
+def test_wrong_heads_of_the_gate_name_the_state_heads():
+    gla = MIXERS["gla"]
+    arrays = cast(gla, draw(gla, Shape(batch=1, time=6, heads=(2, 2, 4))), jnp.float32)
+    with pytest.raises(ValueError, match=r"gla: log_decay .* = \[1, 6, 4, 8\], got \[1, 6, 2, 8\]"):
+        mixers.gla(**arrays | {"log_decay": arrays["log_decay"][:, :, :2]})
+    rwkv6 = MIXERS["rwkv6"]
+    arrays = cast(rwkv6, draw(rwkv6, Shape(batch=1, time=6)), jnp.float32)
+    with pytest.raises(ValueError, match=r"rwkv6: bonus must have shape \[H, K\] = \[2, 8\]"):
+        mixers.rwkv6(**arrays | {"bonus": arrays["bonus"][:1]})

@@ -119,11 +119,12 @@ class LinearAttention(nnx.Module):
             return nnx.Param(jnp.broadcast_to(eye, (heads, *eye.shape)))
 
         self.query_map, self.key_map = identity(), identity()
-        self.norm = None
-        if not config.normalize:
-            self.norm = RMSNorm(
-                config.head_width, epsilon=config.epsilon, dtype=dtype, param_dtype=param_dtype
-            )
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        self.norm = (
+            None
+            if config.normalize
+            else RMSNorm(config.head_width, epsilon=config.epsilon, **dtypes)
+        )
         self.config = config
         self.state_shape = config.state_shape(width)
 

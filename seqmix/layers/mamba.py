@@ -194,7 +194,5 @@ class Mamba(nnx.Module):
 
     def init_cache(self, batch: int, capacity: int) -> MambaCache:
         """An empty cache; its size does not depend on ``capacity``."""
-        inner, size = self.A_log.shape
-        return MambaCache(
-            self.x_convolution.init_state(batch), jnp.zeros((batch, inner, size), jnp.float32)
-        )
+        shape = (batch, self.x_convolution.channels, self.config.state_size)
+        return MambaCache(self.x_convolution.init_state(batch), jnp.zeros(shape, jnp.float32))

@@ -143,11 +143,8 @@ class Mamba3(nnx.Module):
             time_step_bias(rngs.params(), heads, config.dt_min, config.dt_max, config.dt_floor)
         )
         self.D = Float32Param(jnp.ones((heads,), jnp.float32))
-        self.norm = None
-        if config.output_norm:
-            self.norm = GatedRMSNorm(
-                inner, order="norm_then_gate", group_size=config.head_width, dtype=dtype, **norm
-            )
+        gated = {"order": "norm_then_gate", "group_size": config.head_width, "dtype": dtype}
+        self.norm = GatedRMSNorm(inner, **gated, **norm) if config.output_norm else None
         self.config = config
         self.heads = heads
         self.dtype = jnp.dtype(dtype)

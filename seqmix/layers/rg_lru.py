@@ -166,6 +166,6 @@ class RGLRU(nnx.Module):
         """An empty cache; its size does not depend on ``capacity``."""
         return RGLRUCache(
             self.x_convolution.init_state(batch),
-            jnp.zeros((batch, *self.Lambda.shape), jnp.float32),
+            jnp.zeros((batch, self.x_convolution.channels), jnp.float32),
             jnp.zeros((batch,), jnp.bool),
         )

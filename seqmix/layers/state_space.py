@@ -83,6 +83,7 @@ class StateSpace(nnx.Module):
         self.output_gate = Linear(width, width, bias=True, **common)
         self.dtype = jnp.dtype(dtype)
         self.config = config
+        self.width = width
 
     @abc.abstractmethod
     def mix(self, x: jax.Array, dt: jax.Array, A: jax.Array, **options: Any):
@@ -124,4 +125,4 @@ class StateSpace(nnx.Module):
 
     def init_cache(self, batch: int, capacity: int) -> jax.Array:
         """An empty state [B, D, N/2, 2]; its size does not depend on ``capacity``."""
-        return jnp.zeros((batch, *self.C.shape), jnp.float32)
+        return jnp.zeros((batch, self.width, self.config.state_size // 2, 2), jnp.float32)

@@ -20,7 +20,7 @@ def elu_plus_one(x: jax.Array) -> jax.Array:
     Written without the subtraction of 1 that elu makes first, so it does not vanish for negative x.
     """
     x = _wide(x)
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
 def relu(x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from seqmix.mixers import _checks as check
 from seqmix.mixers import scalar_decay
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import contract, state_dtype
+from seqmix.mixers._prefix import prefix_scan
 from seqmix.mixers._segments import last_real_index, mask_padding, runs
 from seqmix.typing import SegmentIds
 
@@ -184,13 +185,17 @@ def _angles(rotation, before, run):
         (a, x), (b, y) = left, right
         return b, _turn(jnp.where((a == b)[..., None, None], x + y, y))
 
-    return lax.associative_scan(combine, (run, _turn(rotation)), axis=1)[1]
+    return prefix_scan(combine, (run, _turn(rotation)))[1]
+
+
+# 2 pi in two parts; a whole number of turns times the first is exact in float32.
+_TURN = (6.28125, 2 * math.pi - 6.28125)
 
 
 def _turn(angle):
-    """Reduced to [0, 2 pi), with the derivative of the identity."""
+    """Reduced to about [0, 2 pi), with the derivative of the identity."""
     turns = lax.stop_gradient(jnp.floor(angle / (2 * math.pi)))
-    return angle - turns * (2 * math.pi)
+    return (angle - turns * _TURN[0]) - turns * _TURN[1]
 
 
 def _rotate(x, angle):

@@ -14,6 +14,7 @@ from seqmix.mixers import scalar_decay
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._normalised import normalised_scan
 from seqmix.mixers._numerics import state_dtype, varying_like
+from seqmix.mixers._prefix import prefix_scan
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.mixers.feature_maps import favor_exponents
 from seqmix.typing import Keys, Queries, SegmentIds, Values
@@ -116,8 +117,9 @@ def performer_attention(
     exponents = favor_exponents(k, projection, scale)
     run = None if segment_ids is None else runs(segment_ids)
     greatest, log_decay = _running_stabiliser(exponents, stabiliser, run, segment_ids)
-    # At padding the greatest so far may be less than the exponent; nothing is written there.
-    exponents = jnp.minimum(exponents - _finite(greatest)[..., None], 0)
+    exponents = exponents - _finite(greatest)[..., None]
+    # Above 0 only at padding, where nothing is written. (`minimum` would halve gradients at 0.)
+    exponents = jnp.where(exponents > 0, 0, exponents)
     key_features = (jnp.exp(exponents) + eps) / norm
 
     out, matrix = normalised_scan(
@@ -155,11 +157,9 @@ def _running_stabiliser(exponents, before, run, segment_ids):
         own = jnp.where((segment_ids != 0)[..., None], own, -jnp.inf)
     own = own.at[:, 0].max(before)
     if run is None:
-        greatest = lax.cummax(own, axis=1)
-        same = jnp.ones(own.shape[:2], bool)
-    else:
-        greatest = _document_maxima(own, run)
-        same = jnp.diff(run, axis=1, prepend=0) == 0
+        run = jnp.zeros(own.shape[:2], jnp.int32)
+    greatest = _document_maxima(own, run)
+    same = jnp.diff(run, axis=1, prepend=0) == 0
     previous = jnp.concatenate([before[:, None], greatest[:, :-1]], axis=1)
     # Where nothing came before, there is no state to decay.
     known = same[..., None] & jnp.isfinite(previous)
@@ -174,7 +174,7 @@ def _document_maxima(x, run):
         (a, x), (b, y) = left, right
         return b, jnp.where((a == b)[..., None], jnp.maximum(x, y), y)
 
-    return lax.associative_scan(combine, (run, x), axis=1)[1]
+    return prefix_scan(combine, (run, x))[1]
 
 
 def _finite(x):

@@ -55,8 +55,7 @@ def s4(
       P, B, C: [D, N/2, 2] float32, rank-one part, input and output.
       D: [D] float, skip connection; None for none.
       form, initial_state, segment_ids, chunk_size: as `seqmix.mixers.s4d`.
-      impl: 'recurrent', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto': 'fft', or
-        'chunked' where there are segment_ids.
+      impl: 'recurrent', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto'.
 
     Returns:
       y: [B, T, D] in the dtype of u; 0 at padding.

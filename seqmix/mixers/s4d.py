@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diagonal structured state space (S4D): complex poles in conjugate pairs, held as real pairs."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,6 +13,8 @@ from seqmix.mixers._numerics import contract, state_dtype
 from seqmix.mixers._segments import mask_padding
 from seqmix.typing import Channels, SegmentIds
 
+# 2 pi in parts whose products with a count of turns below 2^12 are exact in float32.
+_TURN = (6.28125, 0.0019350051879882812, 2 * math.pi - 6.28125 - 0.0019350051879882812)
 _IMPLEMENTATIONS = ("associative", *time_invariant.IMPLEMENTATIONS)
 
 
@@ -46,8 +50,8 @@ def s4d(
       initial_state: [B, D, N/2, 2], state of each row's first document; None for zeros.
       segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
       chunk_size: tokens per chunk, None for 32. Changes speed and rounding only.
-      impl: 'recurrent', 'associative', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto':
-        'fft', 'chunked' where there are segment_ids.
+      impl: 'recurrent', 'associative', 'chunked', 'fft' (not for packed rows), 'pallas' or 'auto'.
+        'associative' holds [B, T, D, N/2] complex numbers in memory.
 
     Returns:
       y: [B, T, D] in the dtype of u; 0 at padding.
@@ -120,9 +124,45 @@ def twice_real(z: jax.Array) -> jax.Array:
     return as_pairs(2 * jnp.conj(z))
 
 
+@jax.custom_jvp
+def _phase(dt, frequency):
+    """Product dt * frequency less whole turns, with the digits that a rounded product would lose.
+
+    Fast poles turn by hundreds of radians a step, and the error of the product, not of the reduced
+    angle, is what the powers of a pole multiply. The product is split into a sum of two floats.
+    """
+    product = dt * frequency
+    (a, b), (c, d) = _split(dt), _split(frequency)
+    error = ((a * c - product) + a * d + b * c) + b * d
+    turns = jnp.round(product / (2 * math.pi))
+    for part in _TURN:
+        product = product - turns * jnp.asarray(part, product.dtype)
+    return product + error
+
+
+@_phase.defjvp
+def _phase_jvp(primals, tangents):
+    (dt, frequency), (d_dt, d_frequency) = primals, tangents
+    return _phase(dt, frequency), dt * d_frequency + frequency * d_dt
+
+
+def _split(x):
+    """x as a sum of two floats of half its digits, whose products are exact."""
+    half = 25 if x.dtype == jnp.float64 else 11
+    high = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, half)
+    return high, x - high
+
+
+def _powers(log_pole, exponents):
+    """[D, M] logarithms to [D, L, M] powers."""
+    exponents = exponents.astype(log_pole.real.dtype)[:, None]
+    x, y = log_pole.real[:, None], log_pole.imag[:, None]
+    return jnp.exp(jax.lax.complex(exponents * x, _phase(exponents, y)))
+
+
 def _discrete(dt, A, C):
     """The discrete poles and their logarithms, the input's weight, and C: complex [D, M]."""
-    x, y = (dt[:, None] * A[..., i] for i in (0, 1))
+    x, y = dt[:, None] * A[..., 0], _phase(dt[:, None], A[..., 1])
     # exp(x + iy) - 1 without the cancellation of small steps.
     gained = jax.lax.complex(
         jnp.expm1(x) * jnp.cos(y) - 2 * jnp.sin(y / 2) ** 2, jnp.exp(x) * jnp.sin(y)
@@ -142,7 +182,7 @@ def _output(parameters, x):
 
 def _tables(parameters, chunk):
     _, log_pole, weight, C = parameters
-    powers = jnp.exp(jnp.arange(chunk + 1)[:, None] * log_pole[:, None])
+    powers = _powers(log_pole, jnp.arange(chunk + 1))
     read = twice_real(C[:, None] * powers)
     write = as_pairs(weight[:, None] * powers[:, :-1])
     kernel = jnp.sum(read[:, :-1] * as_pairs(weight)[:, None], axis=-1)
@@ -158,8 +198,7 @@ def _kernel(parameters, length):
     _, log_pole, weight, C = parameters
     short = 1 << ((length - 1).bit_length() + 1) // 2
     steps = short * jnp.arange(-(-length // short))
-    within = jnp.exp(jnp.arange(short)[:, None] * log_pole[:, None])
-    across = jnp.exp(steps[:, None] * log_pole[:, None])
+    within, across = _powers(log_pole, jnp.arange(short)), _powers(log_pole, steps)
     kernel = contract("dln,din->dli", twice_real((C * weight)[:, None] * across), as_pairs(within))
     return kernel.reshape(kernel.shape[0], -1)[:, :length]
 

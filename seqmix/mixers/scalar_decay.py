@@ -204,9 +204,7 @@ def _read(static, q, k, v, decay, entering):
 def _entering_states(k, v, decay, state, low):
     """State after the block, and the states [B, n, h, r, K, V] entering each of its chunks."""
     local = contract("bnhjk,bnhrjv->bnhrkv", k, v * decay.exit[..., None], dtype=low)
-    return chunks.scan_chunks(
-        lambda s, x: (x[0][..., None, None] * s + x[1], s), state, (decay.through, local)
-    )
+    return chunks.carry_states(decay.through, local, state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -291,26 +289,21 @@ def _block_gradients(kernel, q, k, v, k_features, decay, entering, d_out, d_stat
     q_features, pull_q = jax.vjp(kernel.features, q.astype(entering.dtype))
     k_features, pull_k = k_features
     from_reads = contract("bnhxik,bnhrxiv->bnhrkv", q_features, d_read, dtype=low)
-    d_state, d_leaving = chunks.scan_chunks(
-        lambda ds, x: (x[0][..., None, None] * ds + x[1], ds),
-        d_state,
-        (decay.through, from_reads),
-        reverse=True,
-    )
+    d_state, d_leaving = chunks.carry_gradients(decay.through, from_reads, d_state)
     scores, weights, decayed = _scores(kernel, q, k, decay, low)
     d_decayed = contract("bnhrxiv,bnhrjv->bnhrxij", d_out, v, dtype=low)
     d_decayed = d_decayed * decay.intra[:, :, :, :, None]
     d_scores = jnp.sum(d_decayed, axis=3) * kernel.slope(scores)
 
     dq = contract("bnhxij,bnhjk->bnhxik", d_scores, k, dtype=low)
-    dq += pull_q(contract("bnhrxiv,bnhrkv->bnhxik", d_read, entering, dtype=low))[0]
+    d_reads = contract("bnhrxiv,bnhrkv->bnhrxik", d_read, entering, dtype=low)
+    dq += pull_q(jnp.sum(d_reads, axis=3))[0]
     dk = contract("bnhxij,bnhxik->bnhjk", d_scores, q, dtype=low)
     dk += pull_k(contract("bnhrjv,bnhrkv->bnhjk", v * leave, d_leaving, dtype=low))[0]
     d_written = leave * contract("bnhjk,bnhrkv->bnhrjv", k_features, d_leaving, dtype=low)
     dv = contract("bnhrxij,bnhrxiv->bnhrjv", decayed, d_out, dtype=low) + d_written
 
-    read = contract("bnhxik,bnhrkv->bnhrxiv", q_features, entering, dtype=low)
-    reads = jnp.sum(read * d_read, axis=(4, -1))
+    reads = jnp.sum(q_features[:, :, :, None] * d_reads, axis=(4, -1))
     writes = jnp.sum(v * d_written, axis=-1)
     pairs = jnp.sum(d_decayed * weights[:, :, :, None], axis=4)
     d_log = log_decay_gradient(pairs, reads, writes, decay.through, entering, d_leaving)

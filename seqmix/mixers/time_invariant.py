@@ -86,10 +86,11 @@ def choose_impl(
             f"{mixer}: impl='fft' convolves whole rows and cannot keep the documents of "
             "segment_ids apart; use 'chunked'"
         )
-    convolution = "fft" if segment_ids is None else "chunked"
-    if form != "auto" and impl == "auto":
-        impl = convolution if form == "conv" else "recurrent"
-    return choose(mixer, impl, available, time=time, default=convolution)
+    if form == "conv" and impl == "auto":
+        impl = "fft" if segment_ids is None else "chunked"
+    elif form == "recurrent" and impl == "auto":
+        impl = "recurrent"
+    return choose(mixer, impl, available, time=time)
 
 
 def scan(

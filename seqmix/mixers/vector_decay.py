@@ -155,11 +155,7 @@ def _writes(k, v, cut, low):
 
 def _entering_states(k, v, cut, state, low):
     """State after the block, and the states [B, n, h, r, K, V] entering each of its chunks."""
-    return chunks.scan_chunks(
-        lambda s, x: (x[0][..., None] * s + x[1], s),
-        state,
-        (cut.through, _writes(k, v, cut, low)),
-    )
+    return chunks.carry_states(cut.through, _writes(k, v, cut, low), state)
 
 
 def _entry_queries(q, cut):
@@ -289,12 +285,7 @@ def _block_gradients(heads, q, k, v, cut, entering, bonus, d_out, d_state, low):
     """
     entry_q = _entry_queries(q, cut)
     from_reads = contract("bnhrxik,bnhrxiv->bnhrkv", entry_q, d_out, dtype=low)
-    d_state, d_leaving = chunks.scan_chunks(
-        lambda ds, x: (x[0][..., None] * ds + x[1], ds),
-        d_state,
-        (cut.through, from_reads),
-        reverse=True,
-    )
+    d_state, d_leaving = chunks.carry_gradients(cut.through, from_reads, d_state)
     matrix = _scores(heads, q, k, cut, bonus, entering.dtype)
     d_matrix = contract("bnhrxiv,bnhrjv->bnhrxij", d_out, v, dtype=low)
     d_own = jnp.diagonal(d_matrix, axis1=-2, axis2=-1)[..., None]

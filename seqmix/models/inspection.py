@@ -11,6 +11,7 @@ from flax import nnx
 from rich.console import Group
 from rich.table import Table
 
+from seqmix.layers.parameters import Buffer
 from seqmix.models.config import HybridLMConfig
 from seqmix.models.language_model import HybridLM
 
@@ -169,8 +170,12 @@ def inspect(
 
 
 def parameter_count(tree: nnx.Module | nnx.State | nnx.Variable) -> int:
-    """Number of elements of all arrays of a module, state or Variable, abstract or not."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+    """Number of elements of all arrays of a module, state or Variable, abstract or not.
+
+    Buffers, which are not trained, do not count.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return sum(math.prod(leaf.shape) for leaf in leaves if not isinstance(leaf, Buffer))
 
 
 def _si(value: float) -> str:

@@ -11,6 +11,14 @@ CASES = {
     "s4": S4Config(state_size=4, chunk_size=8),
 }
 
+WIDE = {
+    "mamba": MambaConfig(),
+    "jamba": MambaConfig(inner_norms=True, state_size=32),
+    "rg_lru": RGLRUConfig(),
+    "s4d": S4DConfig(),
+    "s4": S4Config(),
+}
+
 CHANGES = {
     "jamba": [{"norm_epsilon": 1.0}],
 }

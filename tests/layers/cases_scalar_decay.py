@@ -56,3 +56,10 @@ WIDE = {
     "exponential": Mamba2ndConfig(exponential=True),
     "mamba3": Mamba3Config(),
 }
+
+# Operations on each number of the state in a decode step besides the products of write and read:
+# decay and sums; Mamba-3 also writes the token's own part.
+STATE_PASSES = {"performer": 4, "based": 2, "mamba_2nd": 4, "mamba3": 7}
+
+# Of the cache. Rotations of a few radians a token add up, each with the rounding of its projection.
+TOLERANCES = {"mamba3": 1e-5}

@@ -70,6 +70,28 @@ def test_counts():
         assert config.cache_bytes(WIDTH, 9, "float32") == 0
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        BidirectionalConfig(inner="mamba"),
+        BidirectionalConfig(inner="rg_lru", merge="concatenate"),
+        VMambaConfig(grid=(1, 1)),
+    ],
+)
+def test_flops_are_the_compilers(config):
+    width = 512
+    graph, state = graph_and_shapes(config, width)
+
+    def flops(batch):
+        x = jax.ShapeDtypeStruct((batch, 1, width), jnp.float32)
+        compiled = jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0]).lower(state, x).compile()
+        return compiled.cost_analysis()["flops"]
+
+    # What a second row of one token adds; norms, gates and the activations are not counted.
+    added = flops(2) - flops(1)
+    assert config.flops_per_token(width, context=1) == pytest.approx(added, rel=0.05)
+
+
 @pytest.mark.parametrize("config", [BidirectionalConfig(), VMambaConfig(grid=(2, 2))])
 def test_no_cache(config):
     graph, shapes = graph_and_shapes(config, 128)

@@ -112,7 +112,7 @@ def test_registry_names_the_nearest_layer():
     assert registry.get("mamba2") == (Mamba2, Mamba2Config)
     with pytest.raises(ValueError, match=r"unknown layer 'gated_deltanet'; did you mean 'gated_d"):
         registry.get("gated_deltanet")
-    with pytest.raises(ValueError, match=r"unknown layer 'zzz'; known: attention, gated"):
+    with pytest.raises(ValueError, match=r"unknown layer 'zzz'; known: attention, "):
         registry.get("zzz")
 
 

@@ -299,8 +299,8 @@ def test_bad_arguments_name_the_argument(name):
             MIXERS[name](arrays, **options)
 
 
-# With q, k and v alone nothing tells heads from time.
-UNGATED = {"linear_attention", "performer_attention", "retention"}
+# With q, k and v alone, or a gate of k's shape, nothing tells heads from time.
+UNGATED = {"linear_attention", "performer_attention", "retention", "gla", "rwkv7"}
 HEADED = [
     name
     for name, m in MIXERS.items()

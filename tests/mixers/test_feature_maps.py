@@ -19,7 +19,9 @@ def test_elu_plus_one_does_not_vanish():
     np.testing.assert_allclose(feature_maps.elu_plus_one(x), want, rtol=1e-6)
     low = feature_maps.elu_plus_one(jnp.asarray([-20.0], jnp.bfloat16))
     assert low.dtype == jnp.float32 and low[0] > 0
-    assert np.isfinite(jax.grad(lambda x: feature_maps.elu_plus_one(x).sum())(x * 1e3)).all()
+    slope = jax.grad(lambda x: feature_maps.elu_plus_one(x).sum())
+    assert np.isfinite(slope(x * 1e3)).all()
+    np.testing.assert_allclose(slope(x), np.exp(np.minimum(x, 0)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
@@ -67,7 +69,8 @@ def test_performer_tends_to_softmax_attention():
     for count in (16, 4096):
         w = feature_maps.random_features(jax.random.key(2), count, 4)
         errors.append(relative_error(mixers.performer_attention(q, k, v, w)[0], want))
-    assert errors[1] < 0.03 < errors[0]
+    # The error of a mean of random features falls as one over the root of their number.
+    assert errors[1] < 0.1 and errors[1] < errors[0] / 4
 
 
 def test_performer_with_keys_of_very_different_lengths():
@@ -81,6 +84,26 @@ def test_performer_with_keys_of_very_different_lengths():
     assert np.isfinite(state.stabiliser).all()
     with pytest.raises(ValueError, match="performer_attention: eps must be > 0, got 0"):
         mixers.performer_attention(q, k, v, w, eps=0)
+
+
+def test_performer_gradients_are_those_without_a_stabiliser():
+    q, k, v = (jnp.asarray(RNG.normal(size=(1, 20, 1, 4)), jnp.float32) for _ in range(3))
+    w = feature_maps.random_features(jax.random.key(4), 8, 4)
+
+    def plain(q, k, v, w):
+        f, g = (jnp.exp(feature_maps.favor_exponents(x[0, :, 0], w, 0.5)) for x in (q, k))
+        weights = jnp.tril(f @ g.T)
+        return jnp.sum(jnp.sin(weights @ v[0, :, 0] / weights.sum(-1, keepdims=True)))
+
+    def stabilised(q, k, v, w):
+        return jnp.sum(jnp.sin(mixers.performer_attention(q, k, v, w, eps=1e-12)[0]))
+
+    got = jax.grad(stabilised, argnums=(0, 1, 2, 3))(q, k, v, w)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v, w)]
+        want = jax.grad(plain, argnums=(0, 1, 2, 3))(*wide)
+    for g, expected in zip(got, want, strict=True):
+        assert relative_error(g, expected) < FLOAT32_BAR
 
 
 def test_slopes_are_those_of_alibi():
@@ -97,22 +120,3 @@ def test_linear_attention_options_raise():
         mixers.linear_attention(q, q, q, feature_map="softmax")
     with pytest.raises(ValueError, match="eps must be >= 0, got -1"):
         mixers.linear_attention(q, q, q, eps=-1)
-
-
-def test_no_decay_is_linear_attention():
-    """SSD with decay 1 is linear attention without a normaliser."""
-    q, k, v = (jnp.asarray(RNG.normal(size=(2, 70, 2, 4)), jnp.float32) for _ in range(3))
-    got, state = mixers.linear_attention(q, k, v, feature_map="identity", normalize=False)
-    want, final = mixers.ssd(v, jnp.ones((2, 70, 2)), jnp.zeros(2), k, q)
-    assert relative_error(got, want) < FLOAT32_BAR
-    assert relative_error(state, final) < FLOAT32_BAR
-
-
-def test_second_order_attention_is_its_quadratic_form():
-    q, k, v = (jnp.asarray(RNG.normal(size=(2, 150, 2, 5)), jnp.float32) for _ in range(3))
-    gate = jnp.asarray(-np.exp(RNG.normal(size=(2, 150, 2)) - 2), jnp.float32)
-    got, _ = mixers.second_order_attention(q, k, v, gate, impl="chunked")
-    products = np.einsum("bihk,bjhk->bhij", *(np.asarray(x, np.float64) for x in (q, k)))
-    weights = (products * 5**-0.5) ** 2 * np.asarray(mixers.structured_mask(gate), np.float64)
-    want = np.einsum("bhij,bjhv->bihv", weights / (weights.sum(-1, keepdims=True) + 1e-8), v)
-    assert relative_error(got, want) < FLOAT32_BAR

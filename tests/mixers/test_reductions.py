@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from seqmix import mixers
 from tests.mixers.cases import MIXERS, Shape, draw, draw_segments, draw_state
@@ -68,3 +69,24 @@ def test_rwkv5_is_rwkv6_with_one_decay_for_all_tokens():
     fifth = run("rwkv5", arrays, state, segments)
     arrays["log_decay"] = jnp.broadcast_to(arrays["log_decay"], (*GATE, SHAPE.key))
     close(fifth, run("rwkv6", arrays, state, segments))
+
+
+def test_no_decay_is_linear_attention():
+    """SSD with decay 1 is linear attention without a normaliser."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 70, 2, 4)), jnp.float32) for _ in range(3))
+    got, state = mixers.linear_attention(q, k, v, feature_map="identity", normalize=False)
+    want, final = mixers.ssd(v, jnp.ones((2, 70, 2)), jnp.zeros(2), k, q)
+    assert relative_error(got, want) < FLOAT32_BAR
+    assert relative_error(state, final) < FLOAT32_BAR
+
+
+def test_second_order_attention_is_its_quadratic_form():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 150, 2, 5)), jnp.float32) for _ in range(3))
+    gate = jnp.asarray(-np.exp(rng.normal(size=(2, 150, 2)) - 2), jnp.float32)
+    got, _ = mixers.second_order_attention(q, k, v, gate, impl="chunked")
+    products = np.einsum("bihk,bjhk->bhij", *(np.asarray(x, np.float64) for x in (q, k)))
+    weights = (products * 5**-0.5) ** 2 * np.asarray(mixers.structured_mask(gate), np.float64)
+    want = np.einsum("bhij,bjhv->bihv", weights / (weights.sum(-1, keepdims=True) + 1e-8), v)
+    assert relative_error(got, want) < FLOAT32_BAR

@@ -63,3 +63,12 @@ def test_wrong_heads_of_the_gate_name_the_state_heads():
     arrays = cast(rwkv6, draw(rwkv6, Shape(batch=1, time=6)), jnp.float32)
     with pytest.raises(ValueError, match=r"rwkv6: bonus must have shape \[H, K\] = \[2, 8\]"):
         mixers.rwkv6(**arrays | {"bonus": arrays["bonus"][:1]})
+
+
+def test_heads_before_time_raise_where_a_state_tells():
+    """Swapped in q, k, v and the gate alike they look like other sizes; a state gives it away."""
+    gla, shape = MIXERS["gla"], Shape(batch=1, time=6)
+    arrays = cast(gla, draw(gla, shape), jnp.float32)
+    swapped = {n: jnp.swapaxes(a, 1, 2) for n, a in arrays.items()}
+    with pytest.raises(ValueError, match="gla: initial_state must have shape"):
+        mixers.gla(**swapped, initial_state=jnp.zeros(gla.state(shape)))

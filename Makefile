@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo: environment, install, train a small hybrid on CPU and generate from it.
-# make test: environment, the whole test suite.
+# make test: environment, the test suite; make test-slow: the cases it leaves out.
 # PYTHON=/path/to/python3.13 chooses the interpreter; otherwise tools/find_python.sh does.
 
 VENV ?= .venv
@@ -13,10 +13,8 @@ BIN := $(VENV)/bin
 INPUTS := setup.py constraints-common.txt $(CONSTRAINTS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-# What is quick: run with the oldest JAX and with the other Python.
-FAST := -m "not slow"
 
-.PHONY: demo test test-fast test-oldest test-other lint format golden clean
+.PHONY: demo test test-slow test-oldest test-other lint format golden clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -24,19 +22,19 @@ demo: $(VENV)/.installed
 	$(BIN)/seqmix generate --run_dir=$(RUN_DIR) --prompt="$(PROMPT)"
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.installed-dev
-	$(PYTEST) $(FAST) $(PYTEST_ARGS)
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-oldest:
-	$(MAKE) test-fast VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
-# The fast tests on the other one of Python 3.12 and 3.13, where the machine has it.
+# The tests on the other one of Python 3.12 and 3.13, where the machine has it.
 test-other: $(VENV)/.installed-dev
 	@version=$$($(BIN)/python -c 'import sys; print({12: "3.13"}.get(sys.version_info[1], "3.12"))'); \
 	if python=$$(tools/find_python.sh $$version); then \
-		$(MAKE) test-fast VENV=.venv-$$version PYTHON=$$python; \
+		$(MAKE) test VENV=.venv-$$version PYTHON=$$python; \
 	else \
 		echo "Not tested on Python $$version."; \
 	fi

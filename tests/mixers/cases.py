@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from seqmix import mixers
 from tests.mixers import dense
@@ -240,3 +241,8 @@ def draw_segments(shape: Shape, *, seed: int = 2, padding: float = 0.1) -> np.nd
     ids = np.where(rng.random(ids.shape) < padding, 0, ids)
     ids[-1, : shape.time // 8] = 0
     return ids.astype(np.int32)
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters of cases that `make test` leaves to the slow suite."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]

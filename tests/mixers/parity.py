@@ -35,9 +35,10 @@ _QUICK_COMPILE = {
 }
 
 
-@functools.partial(
-    jax.jit, static_argnames=("name", "impl", "options"), compiler_options=_QUICK_COMPILE
-)
+quick_jit = functools.partial(jax.jit, compiler_options=_QUICK_COMPILE)
+
+
+@functools.partial(quick_jit, static_argnames=("name", "impl", "options"))
 def _value_and_gradients(arrays, state, segment_ids, cotangents, *, name, impl, options):
     def run(arrays, state):
         return MIXERS[name](

@@ -14,7 +14,7 @@ from jaxtyping import jaxtyped
 from seqmix import mixers
 from tests.mixers import dense
 from tests.mixers.cases import Shape, draw_segments
-from tests.mixers.parity import BFLOAT16_BAR, FLOAT32_BAR, relative_error
+from tests.mixers.parity import BFLOAT16_BAR, FLOAT32_BAR, quick_jit, relative_error
 
 SHAPE = Shape(time=45, key=8, value=6)
 
@@ -29,7 +29,7 @@ def draw(heads=4, groups=2, seed=0, shape=SHAPE):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("causal", "window", "impl", "chunk_size", "capacity", "softcap")
+    quick_jit, static_argnames=("causal", "window", "impl", "chunk_size", "capacity", "softcap")
 )
 def run(q, k, v, segment_ids=None, state=None, sinks=None, *, softcap=None, **options):
     return mixers.attention(

@@ -14,12 +14,12 @@ from jaxtyping import jaxtyped
 
 from seqmix import mixers
 from tests.mixers.cases import CORES, FORMS, MIXERS, Shape, draw, draw_segments, draw_state
-from tests.mixers.parity import FLOAT32_BAR, cast, relative_error, tree_error
+from tests.mixers.parity import FLOAT32_BAR, cast, quick_jit, relative_error, tree_error
 
 DECODE_FORMS = [*FORMS, *((name, "recurrent") for name in CORES)]
 
 
-@functools.partial(jax.jit, static_argnames=("name", "impl"))
+@functools.partial(quick_jit, static_argnames=("name", "impl"))
 def run(arrays, state=None, segment_ids=None, *, name, impl="chunked"):
     return MIXERS[name](arrays, initial_state=state, segment_ids=segment_ids, impl=impl)
 
@@ -86,7 +86,7 @@ def test_packed_documents_equal_separate_ones(name, boundary):
         out, state = MIXERS[name](arrays, segment_ids=segments, impl="chunked")
         return jnp.sum(jnp.sin(out)), (out, state)
 
-    grad = jax.jit(jax.grad(loss, has_aux=True))
+    grad = quick_jit(jax.grad(loss, has_aux=True))
     packed, (out, state) = grad(arrays, segments)
     first, (out1, _) = grad(part(name, arrays, tokens=slice(boundary)), segments[:, :boundary])
     second, (out2, state2) = grad(
@@ -177,7 +177,7 @@ def test_state_gradient_reaches_the_previous_segment(name):
         second = part(name, arrays, tokens=slice(cut, None))
         return jnp.sum(jnp.sin(MIXERS[name](second, initial_state=state, impl="chunked")[0]))
 
-    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    grad = quick_jit(jax.grad(loss), static_argnums=1)
     whole, split = grad(arrays, None), grad(arrays, 16)
     for n in arrays:
         assert relative_error(split[n], whole[n]) < FLOAT32_BAR, n
@@ -189,7 +189,7 @@ def test_matmul_precision_setting_changes_nothing(name):
     outs = []
     for precision in ("bfloat16", "float32"):
         with jax.default_matmul_precision(precision):
-            outs.append(jax.jit(functools.partial(MIXERS[name], impl="chunked"))(arrays))
+            outs.append(quick_jit(functools.partial(MIXERS[name], impl="chunked"))(arrays))
     jax.tree.map(np.testing.assert_array_equal, *outs)
 
 
@@ -201,14 +201,14 @@ def test_vmap_and_remat(name, impl):
     out, _ = run(arrays, name=name, impl=impl)
     lanes = {n: a[:, None] if MIXERS[name].per_token(n, a) else a for n, a in arrays.items()}
     axes = ({n: 0 if MIXERS[name].per_token(n, a) else None for n, a in arrays.items()},)
-    by_lane, _ = jax.jit(jax.vmap(call, in_axes=axes))(lanes)
+    by_lane, _ = quick_jit(jax.vmap(call, in_axes=axes))(lanes)
     assert relative_error(by_lane[:, 0], out) < FLOAT32_BAR
 
     def loss(run, arrays):
         return jnp.sum(jnp.sin(run(arrays)[0]))
 
-    plain = jax.jit(jax.grad(functools.partial(loss, call)))(arrays)
-    remat = jax.jit(jax.grad(functools.partial(loss, jax.checkpoint(call))))(arrays)
+    plain = quick_jit(jax.grad(functools.partial(loss, call)))(arrays)
+    remat = quick_jit(jax.grad(functools.partial(loss, jax.checkpoint(call))))(arrays)
     for n in arrays:
         assert relative_error(remat[n], plain[n]) < FLOAT32_BAR, n
 
@@ -235,7 +235,7 @@ def test_inside_shard_map(name, impl):
         in_specs=(specs, PartitionSpec("data")),
         out_specs=(PartitionSpec(), specs),
     )
-    value, grads = jax.jit(sharded)(arrays, segments)
+    value, grads = quick_jit(sharded)(arrays, segments)
     out, state = run(arrays, None, segments, name=name, impl=impl)
     assert abs(value - (jnp.sum(jnp.sin(out)) + tree_sum(state))) < 1e-3
     assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads.values())

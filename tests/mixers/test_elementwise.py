@@ -59,6 +59,18 @@ def test_exponents_from_zero_to_minus_ten_thousand(impl):
     compare("selective_scan", impl, representable(arrays), shape, bar=EXTREME_BAR)
 
 
+@pytest.mark.parametrize("name", ["rg_lru", "s4d"])
+def test_associative_form(name):
+    shape = Shape(time=100, key=3, value=4)
+    compare(name, "associative", draw(MIXERS[name], shape), shape)
+
+
+def test_associative_form_with_extreme_gates():
+    shape = Shape(time=100, value=4)
+    arrays = draw(MIXERS["rg_lru"], shape, extreme=True)
+    compare("rg_lru", "associative", arrays, shape, bar=EXTREME_BAR)
+
+
 @pytest.mark.parametrize("chunk_size", [None, 8])
 def test_three_magnitudes_and_exact_resets(chunk_size):
     shape = Shape(batch=1, time=100)

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decayed pair products of a chunk against the sums written out, pair by pair, in float64."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from seqmix.mixers import _pairwise as pairwise
-from tests.mixers.parity import _QUICK_COMPILE, EXTREME_BAR, FLOAT32_BAR, relative_error
-
-quick_jit = functools.partial(jax.jit, compiler_options=_QUICK_COMPILE)
+from tests.mixers.parity import EXTREME_BAR, FLOAT32_BAR, quick_jit, relative_error
 
 BATCH, HEADS, QUERIES, WIDTH = 2, 2, 3, 5
 

@@ -13,6 +13,7 @@ from tests.mixers.cases import (
     draw,
     draw_segments,
     draw_state,
+    slow,
 )
 from tests.mixers.parity import (
     BFLOAT16_BAR,
@@ -91,13 +92,13 @@ def test_grouped_heads(name, impl, grouping):
 
 
 @pytest.mark.parametrize(("name", "impl"), FORMS)
-@pytest.mark.parametrize("time", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("time", [1, 2, 5, *slow(3, 4, 6, 7, 8)])
 def test_shortest_rows(name, impl, time):
     check(name, impl, Shape(batch=1, time=time, key=4, value=4))
 
 
 @pytest.mark.parametrize(("name", "impl"), FORMS)
-@pytest.mark.parametrize("time", [64, 128])
+@pytest.mark.parametrize("time", [128, *slow(64)])
 def test_rows_on_the_chunk_grid(name, impl, time):
     check(name, impl, Shape(batch=1, time=time), packed=time == 128)
 
@@ -106,6 +107,12 @@ def test_rows_on_the_chunk_grid(name, impl, time):
 def test_many_blocks(name, impl):
     """More than one block of chunks, and a block count that does not divide the chunks."""
     check(name, impl, Shape(batch=1, time=1100, heads=(1, 1, 1), key=4, value=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "impl"), FORMS)
+def test_a_thousand_tokens(name, impl):
+    check(name, impl, Shape(batch=1, time=1000, heads=(1, 1, 1), key=8, value=8))
 
 
 @pytest.mark.parametrize(("name", "impl"), ALL_FORMS)
@@ -121,13 +128,13 @@ def test_decays_from_zero_to_minus_ten_thousand_in_one_chunk(name, impl, packed)
 
 
 @pytest.mark.parametrize(("name", "impl"), [f for f in FORMS if MIXERS[f[0]].scales])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("scale", [0.3, *slow(1.0)])
 def test_scales(name, impl, scale):
     check(name, impl, Shape(batch=1, time=20), scale=scale)
 
 
 @pytest.mark.parametrize(("name", "impl"), FORMS)
-@pytest.mark.parametrize("chunk_size", [1, 16, 24, 128])
+@pytest.mark.parametrize("chunk_size", [24, *slow(1, 16, 128)])
 def test_every_chunk_size(name, impl, chunk_size):
     check(name, impl, Shape(batch=1, time=100), chunk_size=chunk_size)
 

@@ -3,19 +3,18 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from seqmix import mixers
 from tests.mixers.cases import MIXERS, Shape, draw, draw_segments, draw_state
-from tests.mixers.parity import _QUICK_COMPILE, FLOAT32_BAR, cast, relative_error
+from tests.mixers.parity import FLOAT32_BAR, cast, quick_jit, relative_error
 
 SHAPE = Shape(batch=2, time=70)
 GATE = (SHAPE.batch, SHAPE.time, SHAPE.states)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "scale"), compiler_options=_QUICK_COMPILE)
+@functools.partial(quick_jit, static_argnames=("name", "scale"))
 def run(name, arrays, state, segment_ids=None, *, scale=None):
     """The chunked form of a mixer."""
     options = {} if scale is None else {"scale": scale}

@@ -67,23 +67,30 @@ def from_blocks(x: jax.Array, cut: Layout) -> jax.Array:
     return x.reshape(x.shape[0], cut.padded, *x.shape[4:])[:, : cut.time]
 
 
-def head_blocks(x: jax.Array, cut: Layout) -> jax.Array:
-    """[B, T, H, ...] -> [blocks, B, chunks, H, C, ...], padded with zeros.
+def heads_first(x: jax.Array) -> jax.Array:
+    """One block's [B, chunks, C, H, ...] -> [B, chunks, H, C, ...].
 
-    Tokens of a chunk next to the widths: the contractions over a chunk are then plain batched
-    matrix products, and each array is transposed once.
+    Tokens of a chunk next to the widths: contractions over a chunk are then plain batched matrix
+    products. Blocks are transposed one by one, so that no array needs a whole second copy.
     """
-    return jnp.moveaxis(to_blocks(x, cut), 4, 3)
-
-
-def from_head_blocks(x: jax.Array, cut: Layout) -> jax.Array:
-    """[blocks, B, chunks, H, C, ...] -> [B, T, H, ...]."""
-    return from_blocks(jnp.moveaxis(x, 3, 4), cut)
+    return jnp.moveaxis(x, 3, 2)
 
 
 def split_heads(x: jax.Array, *counts: int) -> jax.Array:
-    """Splits the head axis of one block's [B, chunks, H, C, ...] into `counts`."""
+    """One block's [B, chunks, C, H, ...] -> [B, chunks, *counts, C, ...]."""
+    x = heads_first(x)
     return x.reshape(*x.shape[:2], *counts, *x.shape[3:])
+
+
+def joined_heads(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Inverse of `split_heads`, in the shape and dtype of `like` [B, chunks, C, H, ...]."""
+    batch, chunks, tokens, heads, *rest = like.shape
+    return heads_first(x.reshape(batch, chunks, heads, tokens, *rest)).astype(like.dtype)
+
+
+def joined_outputs(x: jax.Array, dtype) -> jax.Array:
+    """Outputs [B, chunks, heads.., C, V] of one block -> [B, chunks, C, H, V] in `dtype`."""
+    return heads_first(x.reshape(*x.shape[:2], -1, *x.shape[-2:])).astype(dtype)
 
 
 class Decay(NamedTuple):
@@ -149,7 +156,7 @@ def grouped(heads: Heads, q: jax.Array, k: jax.Array, v: jax.Array, *gates: jax.
     """
     return (
         split_heads(q, heads.keys, heads.queries),
-        k,
+        heads_first(k),
         split_heads(v, heads.keys, heads.values),
         *(split_heads(g, heads.keys, heads.values) for g in gates),
     )

@@ -167,7 +167,7 @@ def _chunked(static, q, k, v, log_decay, beta, state, run):
 
 def _blocked_inputs(static, q, k, v, log_decay, beta, run):
     _, _, cut = static
-    xs = tuple(chunks.head_blocks(a, cut) for a in (q, k, v, log_decay, beta))
+    xs = tuple(chunks.to_blocks(a, cut) for a in (q, k, v, log_decay, beta))
     if run is None:
         return (*xs, None, None)
     run = chunks.to_blocks(run, cut, fill_last=True)
@@ -186,13 +186,12 @@ def _chunked_forward(static, q, k, v, log_decay, beta, state, run):
         out = contract("bnhrxij,bnhrjv->bnhrxiv", parts.attention, new, dtype=low)
         read = contract("bnhxik,bnhrkv->bnhrxiv", q, entering, dtype=low)
         out = scale * (out + read * parts.entry[:, :, :, :, None])
-        out = out.reshape(*out.shape[:2], heads.outputs, *out.shape[-2:])
-        return after, (out.astype(v.dtype), state)
+        return after, (chunks.joined_outputs(out, v.dtype), state)
 
     first = state.reshape(state.shape[0], heads.keys, heads.values, *state.shape[2:])
     xs = _blocked_inputs(static, q, k, v, log_decay, beta, run)
     final, (out, block_states) = lax.scan(block, first, xs)
-    result = chunks.from_head_blocks(out, cut), final.reshape(state.shape)
+    result = chunks.from_blocks(out, cut), final.reshape(state.shape)
     return result, (q, k, v, log_decay, beta, run, block_states)
 
 
@@ -210,18 +209,16 @@ def _chunked_backward(static, residuals, cotangents):
         d_out = chunks.split_heads(d_out, heads.keys, heads.values, heads.queries)
         d_out = d_out.astype(state.dtype) * scale
         d_state, grads = _block_gradients(parts, q, k, v, entering, new, d_out, d_state)
-        return d_state, tuple(
-            g.reshape(x.shape).astype(x.dtype) for g, x in zip(grads, arrays, strict=True)
-        )
+        return d_state, tuple(chunks.joined_heads(g, x) for g, x in zip(grads, arrays, strict=True))
 
     d_last = d_final.reshape(d_final.shape[0], heads.keys, heads.values, *d_final.shape[2:])
     xs = (
-        chunks.head_blocks(d_out, cut),
+        chunks.to_blocks(d_out, cut),
         block_states,
         *_blocked_inputs(static, q, k, v, log_decay, beta, run),
     )
     d_state, grads = lax.scan(block, d_last.astype(block_states.dtype), xs, reverse=True)
-    return *(chunks.from_head_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
+    return *(chunks.from_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
 
 
 def _reverse_states(parts, q, k, d_out, d_read, d_state):

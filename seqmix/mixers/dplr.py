@@ -156,7 +156,7 @@ def _chunked(static, q, k, v, log_decay, a, b, state, starts):
 
 def _blocked(cut, *arrays):
     *arrays, starts = arrays
-    blocks = tuple(chunks.head_blocks(x, cut) for x in arrays)
+    blocks = tuple(chunks.to_blocks(x, cut) for x in arrays)
     return *blocks, None if starts is None else chunks.to_blocks(starts, cut)
 
 
@@ -165,18 +165,20 @@ def _chunked_forward(static, q, k, v, log_decay, a, b, state, starts):
     low, out_dtype = operand_dtype(q, k, v), v.dtype
 
     def block(state, xs):
-        v = xs[2]
-        parts = _Parts(*xs, low)
+        *arrays, starts = xs
+        arrays = tuple(map(chunks.heads_first, arrays))
+        v = arrays[2]
+        parts = _Parts(*arrays, starts, low)
         after, entering, u = parts.states(state)
         values = jnp.stack([v.astype(u.dtype), u], axis=3)
         out = contract("bnhzij,bnhzjv->bnhiv", parts.q_products, values, dtype=low)
         out += contract("bnhik,bnhkv->bnhiv", parts.entry_q, entering, dtype=low)
-        return after, ((scale * out).astype(out_dtype), state)
+        return after, (chunks.joined_outputs(scale * out, out_dtype), state)
 
     xs = _blocked(cut, q, k, v, log_decay, a, b, starts)
     final, (out, block_states) = lax.scan(block, state, xs)
     residuals = (q, k, v, log_decay, a, b, starts, block_states)
-    return (chunks.from_head_blocks(out, cut), final), residuals
+    return (chunks.from_blocks(out, cut), final), residuals
 
 
 def _chunked_backward(static, residuals, cotangents):
@@ -186,15 +188,16 @@ def _chunked_backward(static, residuals, cotangents):
     low, dtype = operand_dtype(*inputs[:3]), block_states.dtype
 
     def block(d_state, xs):
-        d_out, state, *arrays = xs
-        parts = _Parts(*arrays, low)
-        d_out = d_out.astype(dtype) * scale
+        d_out, state, *blocks, starts = xs
+        arrays = tuple(map(chunks.heads_first, blocks))
+        parts = _Parts(*arrays, starts, low)
+        d_out = chunks.heads_first(d_out).astype(dtype) * scale
         d_state, grads = _block_gradients(parts, arrays[2], state, d_out, d_state)
-        return d_state, tuple(g.astype(x.dtype) for g, x in zip(grads, arrays, strict=False))
+        return d_state, tuple(chunks.joined_heads(g, x) for g, x in zip(grads, blocks, strict=True))
 
-    xs = (chunks.head_blocks(d_out, cut), block_states, *_blocked(cut, *inputs, starts))
+    xs = (chunks.to_blocks(d_out, cut), block_states, *_blocked(cut, *inputs, starts))
     d_state, grads = lax.scan(block, d_final.astype(dtype), xs, reverse=True)
-    return *(chunks.from_head_blocks(g, cut) for g in grads), d_state, None
+    return *(chunks.from_blocks(g, cut) for g in grads), d_state, None
 
 
 def _reverse_states(parts, d_out, d_state):

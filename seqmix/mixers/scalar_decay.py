@@ -161,7 +161,7 @@ def _time_first(x):
 def _parallel(static, q, k, v, log_decay, state, run, sums):
     """All chunks at once; their summaries combined by `lax.associative_scan`: depth log T."""
     heads, _, cut, kernel, out_dtype, low = static
-    blocked = [chunks.head_blocks(a, cut)[0] for a in (q, k, v, log_decay)]
+    blocked = [chunks.to_blocks(a, cut)[0] for a in (q, k, v, log_decay)]
     run_blocks = None if run is None else chunks.to_blocks(run, cut, fill_last=True)
     entry = None if run is None else chunks.entry_runs(run_blocks)[0]
     q, k, v, log_decay = chunks.grouped(heads, *blocked)
@@ -180,8 +180,8 @@ def _parallel(static, q, k, v, log_decay, state, run, sums):
     after = gain * first + total
     entering = jnp.concatenate([first, after[:, :-1]], axis=1)
     out = _read(static, q, k, v, decay, entering)
-    out = out.reshape(*out.shape[:2], heads.outputs, *out.shape[-2:]).astype(out_dtype)
-    return chunks.from_head_blocks(out[None], cut), after[:, -1].reshape(state.shape)
+    out = chunks.joined_outputs(out, out_dtype)
+    return chunks.from_blocks(out[None], cut), after[:, -1].reshape(state.shape)
 
 
 def _scores(kernel, q, k, decay, low):
@@ -214,7 +214,7 @@ def _chunked(static, q, k, v, log_decay, state, run):
 
 def _blocked_inputs(static, q, k, v, log_decay, run):
     cut = static.cut
-    xs = tuple(chunks.head_blocks(a, cut) for a in (q, k, v, log_decay))
+    xs = tuple(chunks.to_blocks(a, cut) for a in (q, k, v, log_decay))
     if run is None:
         return (*xs, None, None)
     run = chunks.to_blocks(run, cut, fill_last=True)
@@ -231,13 +231,12 @@ def _chunked_forward(static, q, k, v, log_decay, state, run):
         features = kernel.features(k.astype(state.dtype))
         after, entering = _entering_states(features, v, decay, state, low)
         out = _read(static, q, k, v, decay, entering)
-        out = out.reshape(*out.shape[:2], heads.outputs, *out.shape[-2:])
-        return after, (out.astype(out_dtype), state)
+        return after, (chunks.joined_outputs(out, out_dtype), state)
 
     first = state.reshape(state.shape[0], heads.keys, heads.values, *state.shape[2:])
     xs = _blocked_inputs(static, q, k, v, log_decay, run)
     final, (out, block_states) = lax.scan(block, first, xs)
-    result = chunks.from_head_blocks(out, cut), final.reshape(state.shape)
+    result = chunks.from_blocks(out, cut), final.reshape(state.shape)
     return result, (q, k, v, log_decay, run, block_states)
 
 
@@ -257,18 +256,16 @@ def _chunked_backward(static, residuals, cotangents):
         d_state, grads = _block_gradients(
             kernel, q, k, v, k_features, decay, entering, d_out, d_state, low
         )
-        return d_state, tuple(
-            g.reshape(x.shape).astype(x.dtype) for g, x in zip(grads, arrays, strict=True)
-        )
+        return d_state, tuple(chunks.joined_heads(g, x) for g, x in zip(grads, arrays, strict=True))
 
     d_last = d_final.reshape(d_final.shape[0], heads.keys, heads.values, *d_final.shape[2:])
     xs = (
-        chunks.head_blocks(d_out, cut),
+        chunks.to_blocks(d_out, cut),
         block_states,
         *_blocked_inputs(static, q, k, v, log_decay, run),
     )
     d_state, grads = lax.scan(block, d_last.astype(block_states.dtype), xs, reverse=True)
-    return *(chunks.from_head_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
+    return *(chunks.from_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
 
 
 def _block_gradients(kernel, q, k, v, k_features, decay, entering, d_out, d_state, low):

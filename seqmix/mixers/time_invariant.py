@@ -129,22 +129,24 @@ def scan(
         return _recurrent(system, parameters, u, state, elementwise.document_marks(segment_ids))
     chunk = min(chunk_size or DEFAULT_CHUNK, max(1, 1 << (time - 1).bit_length()))
     tables = system.tables(parameters, chunk)
-    if impl == "fft":
-        y = _convolve(system.kernel(parameters, time), u)
-        _, states = _run(system, tables, u, None, state, intra=False)
-        if not fresh:
-            y = y + _run(system, tables, jnp.zeros_like(u), None, state, intra=False)[0]
-        return y, _last_state(system, parameters, states, u, None, time, chunk)
     if segment_ids is None:
-        y, states = _run(system, tables, u, None, state)
-        return y, _last_state(system, parameters, states, u, None, time, chunk)
+        count = varying_like(jnp.full((batch,), time, jnp.int32), u)
+        y, last = _run(system, tables, u, None, count, state, intra=impl == "chunked")
+        if impl == "fft":
+            y = _convolve(system.kernel(parameters, time), u)
+            if not fresh:
+                silence = jnp.zeros_like(u)
+                y = y + _run(system, tables, silence, None, count, state, intra=False)[0]
+        rest = jnp.moveaxis(u[:, time // chunk * chunk :], 1, 0)
+        advance = lambda x, u: (system.advance(parameters, x, u), None)  # noqa: E731
+        return y, lax.scan(advance, last, rest)[0]
     real = segment_ids != 0
     order = jnp.argsort(~real, axis=1, stable=True)
     u = jnp.take_along_axis(u, order[..., None], axis=1)
     run = runs(jnp.take_along_axis(segment_ids, order, axis=1))
-    y, states = _run(system, tables, u, run, state)
-    count = jnp.sum(real, axis=1)
-    final = _last_state(system, parameters, states, u, run, count, chunk)
+    count = jnp.sum(real, axis=1, dtype=jnp.int32)
+    y, last = _run(system, tables, u, run, count, state)
+    final = _finish(system, parameters, u, run, count, last, chunk)
     back = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
     return jnp.take_along_axis(y, back[..., None], axis=1), final
 
@@ -174,32 +176,21 @@ def _convolve(kernel, u):
     return jnp.fft.irfft(spectrum, length, axis=1)[:, :time].astype(u.dtype)
 
 
-def _last_state(system, parameters, states, u, run, count, chunk):
-    """The state after `count` tokens (an int, or [B]), from those that enter the chunks.
-
-    Args:
-      states: [n + 1, B, D, N].
-    """
-    if isinstance(count, int):
-        state = states[count // chunk]
-        rest = jnp.moveaxis(u[:, count // chunk * chunk :], 1, 0)
-        return lax.scan(lambda x, u: (system.advance(parameters, x, u), None), state, rest)[0]
-    first = count // chunk * chunk
-    state = jnp.take_along_axis(states, (count // chunk)[None, :, None, None], axis=0)[0]
-    index = first[:, None] + jnp.arange(max(chunk - 1, 0))
+def _finish(system, parameters, u, run, count, state, chunk):
+    """The state after `count` [B] tokens from the `state` before the chunk in which they end."""
+    index = count[:, None] // chunk * chunk + jnp.arange(chunk - 1)
     place = jnp.minimum(index, u.shape[1] - 1)
     before = jnp.take_along_axis(run, jnp.maximum(place - 1, 0), axis=1)
     starts = jnp.take_along_axis(run, place, axis=1) != before
     marks = jnp.where(
         index >= count[:, None], elementwise.SKIP, jnp.where(starts, elementwise.START, 0)
     )
-    return _recurrent(
-        system, parameters, jnp.take_along_axis(u, place[..., None], axis=1), state, marks
-    )[1]
+    u = jnp.take_along_axis(u, place[..., None], axis=1)
+    return _recurrent(system, parameters, u, state, marks)[1]
 
 
-def _run(system, tables, u, run, state, *, intra=True):
-    """Outputs [B, T, D] and the states [n + 1, B, D, N] entering each chunk and leaving the last.
+def _run(system, tables, u, run, count, state, *, intra=True):
+    """Outputs [B, T, D], and the states [B, D, N] before the chunks in which `count` tokens end.
 
     Without `intra` the outputs are those of the entering states alone.
     """
@@ -216,10 +207,9 @@ def _run(system, tables, u, run, state, *, intra=True):
         entry = jnp.concatenate([jnp.zeros_like(run[:1, :, 0]), run[:-1, :, -1]])
     lag = jnp.arange(chunk)[:, None] - jnp.arange(chunk)
     toeplitz = jnp.where(lag >= 0, tables.kernel[:, jnp.maximum(lag, 0)], 0) if intra else None
-    y, states = _chunked(
-        system.across, (toeplitz, tables.read, tables.write, tables.through), u, (run, entry), state
-    )
-    return jnp.moveaxis(y, 0, 1).reshape(batch, chunks * chunk, width)[:, :time], states
+    tables = (toeplitz, tables.read, tables.write, tables.through)
+    y, last = _chunked(system.across, tables, u, (run, entry), count // chunk, state)
+    return jnp.moveaxis(y, 0, 1).reshape(batch, chunks * chunk, width)[:, :time], last
 
 
 def _chunk(across, tables, x, u, documents):
@@ -243,39 +233,47 @@ def _chunk(across, tables, x, u, documents):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(across, tables, u, documents, state):
-    return _chunked_forward(across, tables, u, documents, state)[0]
+def _chunked(across, tables, u, documents, ends, state):
+    return _chunked_forward(across, tables, u, documents, ends, state)[0]
 
 
-def _chunked_forward(across, tables, u, documents, state):
-    def step(x, xs):
-        y, after = _chunk(across, tables, x, *xs)
-        return after, (y, x)
+def _chunked_forward(across, tables, u, documents, ends, state):
+    """Chunk after chunk; `ends` [B] is the chunk whose entering state each row gives back."""
 
-    final, (y, states) = lax.scan(step, state, (u, documents))
-    states = jnp.concatenate([states, final[None]])
-    return (y, states), (tables, u, documents, states)
+    def step(carry, xs):
+        x, kept = carry
+        index, u, documents = xs
+        kept = _choose(index == ends, x, kept)
+        y, after = _chunk(across, tables, x, u, documents)
+        return (after, kept), (y, x)
+
+    xs = (jnp.arange(len(u)), u, documents)
+    (after, kept), (y, states) = lax.scan(step, (state, state), xs)
+    kept = _choose(ends == len(u), after, kept)
+    return (y, kept), (tables, u, documents, ends, states)
+
+
+def _choose(rows, x, y):
+    return jnp.where(rows[:, None, None], x, y)
 
 
 def _chunked_backward(across, residuals, cotangents):
-    tables, u, documents, states = residuals
-    d_y, d_states = cotangents
+    tables, u, documents, ends, states = residuals
+    d_y, d_kept = cotangents
 
     def step(carry, xs):
         d_after, d_tables = carry
-        u, documents, x, d_y, d_x = xs
+        index, u, documents, x, d_y = xs
         _, pull = jax.vjp(lambda t, x, u: _chunk(across, t, x, u, documents), tables, x, u)
-        d_more, d_entering, d_u = pull((d_y, d_after))
-        return (d_x + d_entering, jax.tree.map(jnp.add, d_tables, d_more)), d_u
+        d_more, d_x, d_u = pull((d_y, d_after))
+        d_x = d_x + _choose(index == ends, d_kept, 0)
+        return (d_x, jax.tree.map(jnp.add, d_tables, d_more)), d_u
 
     zeros = jax.tree.map(lambda t: varying_like(jnp.zeros_like(t), t), tables)
-    (d_state, d_tables), d_u = lax.scan(
-        step,
-        (d_states[-1], zeros),
-        (u, documents, states[:-1], d_y, d_states[:-1]),
-        reverse=True,
-    )
-    return d_tables, d_u, None, d_state
+    start = (_choose(ends == len(u), d_kept, 0), zeros)
+    xs = (jnp.arange(len(u)), u, documents, states, d_y)
+    (d_state, d_tables), d_u = lax.scan(step, start, xs, reverse=True)
+    return d_tables, d_u, None, None, d_state
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

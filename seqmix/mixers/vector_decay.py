@@ -178,7 +178,7 @@ def _associative(q, k, v, log_decay, bonus, state, starts, heads, scale, cut):
     *arrays, starts = (
         a if a is None else a[0] for a in _blocked(one_block, q, k, v, log_decay, starts)
     )
-    q, k, v, log_decay = _grouped(heads, arrays)
+    q, k, v, log_decay = chunks.grouped(heads, *arrays)
     spans = _decays(log_decay, starts, bonus)
     first = state.reshape(state.shape[0], 1, heads.keys, heads.values, *state.shape[2:])
 
@@ -192,21 +192,8 @@ def _associative(q, k, v, log_decay, bonus, state, starts, heads, scale, cut):
     after = gain * first + total
     entering = jnp.concatenate([first, after[:, :-1]], axis=1)
     out = _outputs(heads, q, k, v, spans, entering, bonus, scale, low)
-    out = _joined(out).astype(out_dtype)[None]
+    out = chunks.joined_outputs(out, out_dtype)[None]
     return chunks.from_blocks(out, one_block), after[:, -1].reshape(state.shape)
-
-
-def _grouped(heads, arrays):
-    """One block's q, k, v, log_decay, heads before tokens and grouped; see `chunks.grouped`.
-
-    Blocks are transposed one by one, here and in `_joined`: the whole arrays need no second copy.
-    """
-    return chunks.grouped(heads, *(jnp.moveaxis(a, 3, 2) for a in arrays))
-
-
-def _joined(x):
-    """[B, n, heads..., C, W] -> [B, n, C, H, W]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, *x.shape[-2:]), 2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -225,11 +212,11 @@ def _chunked_forward(static, q, k, v, log_decay, bonus, state, starts):
 
     def block(state, xs):
         *arrays, starts = xs
-        q, k, v, log_decay = _grouped(heads, arrays)
+        q, k, v, log_decay = chunks.grouped(heads, *arrays)
         spans = _decays(log_decay, starts, bonus)
         after, entering = _entering_states(k, v, spans, state, low)
         out = _outputs(heads, q, k, v, spans, entering, bonus, scale, low)
-        return after, (_joined(out).astype(out_dtype), state)
+        return after, (chunks.joined_outputs(out, out_dtype), state)
 
     first = state.reshape(state.shape[0], heads.keys, heads.values, *state.shape[2:])
     final, (out, block_states) = lax.scan(block, first, _blocked(cut, q, k, v, log_decay, starts))
@@ -246,10 +233,9 @@ def _chunked_backward(static, residuals, cotangents):
     def block(carry, xs):
         d_state, d_bonus = carry
         d_out, state, *arrays, starts = xs
-        q, k, v, log_decay = _grouped(heads, arrays)
+        q, k, v, log_decay = chunks.grouped(heads, *arrays)
         spans = _decays(log_decay, starts, bonus)
         _, entering = _entering_states(k, v, spans, state, low)
-        d_out = jnp.moveaxis(d_out, 3, 2)
         d_out = chunks.split_heads(d_out, heads.keys, heads.values, heads.queries)
         d_out = d_out.astype(dtype) * scale
         d_state, d_own, grads = _block_gradients(
@@ -259,7 +245,7 @@ def _chunked_backward(static, residuals, cotangents):
             pair = q[:, :, :, None] * k[:, :, :, None, None].astype(dtype)
             d_bonus += jnp.sum(d_own * pair, axis=(0, 1, 4, 5)).reshape(bonus.shape)
         return (d_state, d_bonus), tuple(
-            _joined(g).astype(x.dtype) for g, x in zip(grads, arrays, strict=True)
+            chunks.joined_heads(g, x) for g, x in zip(grads, arrays, strict=True)
         )
 
     d_last = d_final.reshape(d_final.shape[0], heads.keys, heads.values, *d_final.shape[2:])

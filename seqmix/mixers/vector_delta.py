@@ -163,7 +163,7 @@ def _chunked(static, q, k, v, log_decay, beta, state, starts):
 
 
 def _blocked(cut, q, k, v, log_decay, beta, starts):
-    arrays = (chunks.head_blocks(a, cut) for a in (q, k, v, log_decay, beta))
+    arrays = (chunks.to_blocks(a, cut) for a in (q, k, v, log_decay, beta))
     return *arrays, None if starts is None else chunks.to_blocks(starts, cut)
 
 
@@ -178,13 +178,12 @@ def _chunked_forward(static, q, k, v, log_decay, beta, state, starts):
         after, entering, new = parts.states(state)
         out = contract("bnhrxij,bnhrjv->bnhrxiv", parts.attention, new, dtype=low)
         out += contract("bnhrxik,bnhrkv->bnhrxiv", parts.entry_q, entering, dtype=low)
-        out = (scale * out).reshape(*out.shape[:2], heads.outputs, *out.shape[-2:])
-        return after, (out.astype(out_dtype), state)
+        return after, (chunks.joined_outputs(scale * out, out_dtype), state)
 
     first = state.reshape(state.shape[0], heads.keys, heads.values, *state.shape[2:])
     xs = _blocked(cut, q, k, v, log_decay, beta, starts)
     final, (out, block_states) = lax.scan(block, first, xs)
-    result = chunks.from_head_blocks(out, cut), final.reshape(state.shape)
+    result = chunks.from_blocks(out, cut), final.reshape(state.shape)
     return result, (q, k, v, log_decay, beta, starts, block_states)
 
 
@@ -200,14 +199,12 @@ def _chunked_backward(static, residuals, cotangents):
         parts = _Parts(q, k, v, log_decay, beta, starts, low)
         d_out = chunks.split_heads(d_out, heads.keys, heads.values, heads.queries)
         d_state, grads = _block_gradients(parts, v, state, d_out.astype(dtype) * scale, d_state)
-        return d_state, tuple(
-            g.reshape(x.shape).astype(x.dtype) for g, x in zip(grads, arrays, strict=True)
-        )
+        return d_state, tuple(chunks.joined_heads(g, x) for g, x in zip(grads, arrays, strict=True))
 
     d_last = d_final.reshape(d_final.shape[0], heads.keys, heads.values, *d_final.shape[2:])
-    xs = (chunks.head_blocks(d_out, cut), block_states, *_blocked(cut, *inputs, starts))
+    xs = (chunks.to_blocks(d_out, cut), block_states, *_blocked(cut, *inputs, starts))
     d_state, grads = lax.scan(block, d_last.astype(dtype), xs, reverse=True)
-    return *(chunks.from_head_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
+    return *(chunks.from_blocks(g, cut) for g in grads), d_state.reshape(d_final.shape), None
 
 
 def _reverse_states(parts, d_out, d_state):

@@ -2,6 +2,7 @@
 """Inputs that broke other implementations: strong gates, repeated keys, long and shredded rows."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -174,12 +175,22 @@ def _compiled_gradient(name, time):
     lowered = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(mixer(a, impl="chunked")[0])))).lower(
         specs
     )
-    return lowered.as_text(), lowered.compile().memory_analysis().temp_size_in_bytes
+    memory = lowered.compile().memory_analysis()
+    traffic = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return lowered.as_text(), memory.temp_size_in_bytes, traffic
+
+
+def _is_shape(tree):
+    return isinstance(tree, tuple) and all(isinstance(n, int) for n in tree)
 
 
 @pytest.mark.parametrize("name", CORES)
 def test_memory_is_linear_and_the_program_does_not_grow(name):
-    short, temp_short = _compiled_gradient(name, 4096)
-    long, temp_long = _compiled_gradient(name, 65_536)
+    """Forward and backward hold at most twice their inputs and outputs and a state a chunk."""
+    short, temp_short, _ = _compiled_gradient(name, 4096)
+    long, temp_long, traffic = _compiled_gradient(name, 65_536)
     assert temp_long <= 16 * temp_short * 1.05
+    state = MIXERS[name].state(Shape(batch=1, time=1, heads=(2, 2, 2), key=32, value=32))
+    states = sum(4 * math.prod(s) for s in jax.tree.leaves(state, is_leaf=_is_shape))
+    assert temp_long <= 2 * traffic + states * (65_536 // 64)
     assert len(long.splitlines()) <= len(short.splitlines()) * 1.05

@@ -89,3 +89,37 @@ def test_second_order_attention_is_its_quadratic_form():
     weights = (products * 5**-0.5) ** 2 * np.asarray(mixers.structured_mask(gate), np.float64)
     want = np.einsum("bhij,bjhv->bihv", weights / (weights.sum(-1, keepdims=True) + 1e-8), v)
     assert relative_error(got, want) < FLOAT32_BAR
+
+
+def test_delta_rule_on_orthonormal_keys_is_additive_linear_attention():
+    """Orthonormal keys read nothing of one another: the erase term vanishes, and beta = 1 adds."""
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(2, 2, 16, 16)))[0].transpose(0, 2, 1, 3)
+    q, v = (jnp.asarray(rng.normal(size=(2, 16, 2, 16)), jnp.float32) for _ in range(2))
+    arrays = {"q": q, "k": jnp.asarray(basis, jnp.float32), "v": v}
+    delta = run("delta_rule", arrays | {"beta": jnp.ones((2, 16, 2))}, None)
+    close(delta, run("simple_gla", arrays | {"log_decay": jnp.zeros((2, 16, 2))}, None))
+
+
+def test_kda_with_equal_channel_decays_is_the_gated_delta_rule():
+    arrays, state, segments = float32_case("gated_delta_rule")
+    gated = run("gated_delta_rule", arrays, state, segments)
+    arrays["log_decay"] = jnp.broadcast_to(arrays["log_decay"][..., None], (*GATE, SHAPE.key))
+    close(run("kda", arrays, state, segments), gated)
+
+
+def test_rwkv7_with_kdas_substitution_is_kda():
+    """a = exp(log_decay) k reads the undecayed state as k reads the decayed one; b = -beta k."""
+    arrays, state, segments = float32_case("kda")
+    kda = run("kda", arrays, state, segments)
+    q, k, v, log_decay, beta = arrays.values()
+    written = beta[..., None] * k
+    substituted = {
+        "r": q,
+        "k": written,
+        "v": v,
+        "log_decay": log_decay,
+        "a": jnp.exp(log_decay) * k,
+        "b": -written,
+    }
+    close(run("rwkv7", substituted, state, segments, scale=SHAPE.key**-0.5), kda)

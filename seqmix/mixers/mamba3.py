@@ -103,6 +103,12 @@ def mamba3(
         if initial_state is None
         else jax.tree.map(lambda leaf: leaf.astype(wide), initial_state)
     )
+    entry = None
+    if before is not None and time > 1:
+        # Angles count from this call's start, and the state is turned to them and back: otherwise
+        # the gradient of the entering angle is a sum over all tokens of what should cancel.
+        entry = before.angle
+        before = _turned(before, -entry)._replace(angle=jnp.zeros_like(entry))
     angle = _angles(rotation, None if before is None else before.angle, run)
     # All in full precision: the gradient of a rotation is a sum over later tokens, in which queries
     # and keys turned by the same angle cancel, and bfloat16 products would not (7e-3 was measured).
@@ -137,6 +143,11 @@ def mamba3(
     own = jnp.repeat(key, heads.values, axis=1)[..., None] * value[:, :, None]
     matrix = matrix + last(early, None)[..., None, None] * own
     state = Mamba3State(matrix, key, value, last(angle, None if before is None else before.angle))
+    if entry is not None:
+        back = entry if run is None else jnp.where((run[:, -1] == 0)[:, None, None], entry, 0)
+        state = _turned(state, back)._replace(angle=_turn(state.angle + back))
+        if segment_ids is not None:
+            state = _where(jnp.any(segment_ids != 0, axis=1), state, initial_state)
     return mask_padding(segment_ids, out.astype(x.dtype))[0], state
 
 
@@ -199,7 +210,7 @@ def _turn(angle):
 
 
 def _rotate(x, angle):
-    """Turns the channel pairs (2i, 2i + 1) of the first 2 R channels of [B, T, G, N]."""
+    """Turns the channel pairs (2i, 2i + 1) of the first 2 R channels of [..., N]."""
     turned = 2 * angle.shape[-1]
     pairs = x[..., :turned].reshape(*angle.shape, 2)
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
@@ -207,6 +218,24 @@ def _rotate(x, angle):
     rotated = jnp.stack([first * cosine - second * sine, first * sine + second * cosine], axis=-1)
     rotated = rotated.reshape(*angle.shape[:-1], turned)
     return jnp.concatenate([rotated, x[..., turned:]], axis=-1)
+
+
+def _turned(state, angle):
+    """The state with matrix and key turned by `angle` [B, G, R]."""
+    rows = jnp.swapaxes(state.matrix, 2, 3)
+    heads, width = rows.shape[1:3]
+    each = jnp.repeat(angle, heads // angle.shape[1], axis=1)[:, :, None]
+    rows = _rotate(rows, jnp.broadcast_to(each, (*each.shape[:2], width, each.shape[3])))
+    return state._replace(matrix=jnp.swapaxes(rows, 2, 3), key=_rotate(state.key, angle))
+
+
+def _where(rows, state, other):
+    """`state` in the rows [B] that are True, `other` elsewhere."""
+
+    def select(a, b):
+        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b.astype(a.dtype))
+
+    return jax.tree.map(select, state, other)
 
 
 class _Previous:

@@ -33,6 +33,7 @@ from seqmix.mixers._segments import runs
 IMPLEMENTATIONS = ("recurrent", "chunked", "fft")
 FORMS = {"conv": ("chunked", "fft"), "recurrent": ("recurrent", "associative")}
 DEFAULT_CHUNK = 32
+BLOCK_CHUNKS = 8
 
 
 class Tables(NamedTuple):
@@ -196,20 +197,23 @@ def _run(system, tables, u, run, count, state, *, intra=True):
     """
     batch, time, width = u.shape
     chunk = tables.kernel.shape[1]
-    chunks = -(-time // chunk)
-    pad = chunks * chunk - time
+    blocks = -(-time // (chunk * BLOCK_CHUNKS))
+    inside = -(-time // (chunk * blocks))
+    pad = blocks * inside * chunk - time
     u = jnp.pad(u, ((0, 0), (0, pad), (0, 0)))
-    u = jnp.moveaxis(u.reshape(batch, chunks, chunk, width), 1, 0)
+    u = jnp.moveaxis(u.reshape(batch, blocks, inside, chunk, width), 0, 2)
     entry = None
     if run is not None:
         run = jnp.pad(run, ((0, 0), (0, pad)), mode="edge")
-        run = jnp.moveaxis(run.reshape(batch, chunks, chunk), 1, 0)
-        entry = jnp.concatenate([jnp.zeros_like(run[:1, :, 0]), run[:-1, :, -1]])
+        run = run.reshape(batch, blocks * inside, chunk)
+        entry = jnp.pad(run[:, :-1, -1], ((0, 0), (1, 0))).reshape(batch, blocks, inside)
+        run = jnp.moveaxis(run.reshape(batch, blocks, inside, chunk), 0, 2)
+        entry = jnp.moveaxis(entry, 0, 2)
     lag = jnp.arange(chunk)[:, None] - jnp.arange(chunk)
     toeplitz = jnp.where(lag >= 0, tables.kernel[:, jnp.maximum(lag, 0)], 0) if intra else None
     tables = (toeplitz, tables.read, tables.write, tables.through)
     y, last = _chunked(system.across, tables, u, (run, entry), count // chunk, state)
-    return jnp.moveaxis(y, 0, 1).reshape(batch, chunks * chunk, width)[:, :time], last
+    return jnp.moveaxis(y, 2, 0).reshape(batch, time + pad, width)[:, :time], last
 
 
 def _chunk(across, tables, x, u, documents):
@@ -238,19 +242,31 @@ def _chunked(across, tables, u, documents, ends, state):
 
 
 def _chunked_forward(across, tables, u, documents, ends, state):
-    """Chunk after chunk; `ends` [B] is the chunk whose entering state each row gives back."""
+    """Chunk after chunk; `ends` [B] is the chunk whose entering state each row gives back.
+
+    One state per block of chunks is kept for the backward.
+    """
 
     def step(carry, xs):
         x, kept = carry
         index, u, documents = xs
         kept = _choose(index == ends, x, kept)
         y, after = _chunk(across, tables, x, u, documents)
-        return (after, kept), (y, x)
+        return (after, kept), y
 
-    xs = (jnp.arange(len(u)), u, documents)
-    (after, kept), (y, states) = lax.scan(step, (state, state), xs)
-    kept = _choose(ends == len(u), after, kept)
+    def block(carry, xs):
+        after, y = lax.scan(step, carry, xs)
+        return after, (y, carry[0])
+
+    xs = (_indices(u), u, documents)
+    (after, kept), (y, states) = lax.scan(block, (state, state), xs)
+    kept = _choose(ends == xs[0].size, after, kept)
     return (y, kept), (tables, u, documents, ends, states)
+
+
+def _indices(u):
+    """[blocks, chunks] numbers of the chunks of u [blocks, chunks, B, C, D]."""
+    return jnp.arange(u.shape[0] * u.shape[1]).reshape(u.shape[:2])
 
 
 def _choose(rows, x, y):
@@ -261,6 +277,9 @@ def _chunked_backward(across, residuals, cotangents):
     tables, u, documents, ends, states = residuals
     d_y, d_kept = cotangents
 
+    def forwards(x, xs):
+        return _chunk(across, tables, x, *xs)[1], x
+
     def step(carry, xs):
         d_after, d_tables = carry
         index, u, documents, x, d_y = xs
@@ -269,10 +288,16 @@ def _chunked_backward(across, residuals, cotangents):
         d_x = d_x + _choose(index == ends, d_kept, 0)
         return (d_x, jax.tree.map(jnp.add, d_tables, d_more)), d_u
 
+    def block(carry, xs):
+        index, u, documents, state, d_y = xs
+        _, entering = lax.scan(forwards, state, (u, documents))
+        return lax.scan(step, carry, (index, u, documents, entering, d_y), reverse=True)
+
+    index = _indices(u)
     zeros = jax.tree.map(lambda t: varying_like(jnp.zeros_like(t), t), tables)
-    start = (_choose(ends == len(u), d_kept, 0), zeros)
-    xs = (jnp.arange(len(u)), u, documents, states, d_y)
-    (d_state, d_tables), d_u = lax.scan(step, start, xs, reverse=True)
+    start = (_choose(ends == index.size, d_kept, 0), zeros)
+    xs = (index, u, documents, states, d_y)
+    (d_state, d_tables), d_u = lax.scan(block, start, xs, reverse=True)
     return d_tables, d_u, None, None, d_state
 
 

@@ -2,6 +2,7 @@
 """HGRN2 (arXiv 2404.07904), in the form of flash-linear-attention."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,20 @@ from seqmix.layers.short_convolution import ShortConvolution
 _NO_BOUND = -110.0
 
 
+def _log_forget(forget: jax.Array, bound: jax.Array | None) -> jax.Array:
+    """log(b + (1 - b) sigmoid(forget)), b = sigmoid(bound); None for b = 0.
+
+    Near 0 it is taken from 1 - f: the key is 1 - f and would have no digits left otherwise.
+    """
+    if bound is None:
+        return jax.nn.log_sigmoid(forget)
+    below = jax.nn.log_sigmoid(-bound)
+    log_decay = jnp.logaddexp(jax.nn.log_sigmoid(bound), below + jax.nn.log_sigmoid(forget))
+    log_key, half = below + jax.nn.log_sigmoid(-forget), -math.log(2)
+    weak = jnp.log1p(-jnp.exp(jnp.minimum(log_key, half)))
+    return jnp.where(log_key < half, weak, log_decay)
+
+
 @configs.configurable("HGRN2")
 @dataclasses.dataclass(frozen=True)
 class HGRN2Config:
@@ -35,7 +50,7 @@ class HGRN2Config:
         default: none.
       norm_epsilon: epsilon of the norm.
       chunk_size: tokens of a chunk; default: the mixer's choice.
-      impl: implementation of the mixer, see `seqmix.mixers.gla`.
+      impl: implementation of the mixer, see `seqmix.mixers.hgrn2`.
     """
 
     heads: int | None = None
@@ -101,9 +116,9 @@ class HGRN2Cache(NamedTuple):
 class HGRN2(nnx.Module):
     """Gated linear recurrence with an expanded state: what a channel forgets, its key writes.
 
-    q = silu(x W_q), f = bound + (1 - bound) sigmoid(x W_f), k = 1 - f, v = x W_v,
-    y = W_o rms_norm(o), with o from `seqmix.mixers.gla` with log-decays log f, and the norm over
-    all heads together.
+    q = silu(x W_q), f = bound + (1 - bound) sigmoid(x W_f), v = x W_v, y = W_o rms_norm(o), with o
+    from `seqmix.mixers.hgrn2` with log-decays log f and scale K**-0.5, and the norm over all heads
+    together.
 
     The reference takes the bounds of all L layers from one parameter: the cumulative softmax over
     layers, less the first layer's share, which starts at i / L in layer i. Here each layer holds
@@ -183,21 +198,15 @@ class HGRN2(nnx.Module):
         )
         value, value_state = convolve(self.value(x), self.value_convolution, before[2])
 
-        forget = forget.astype(jnp.float32)
-        log_decay = jax.nn.log_sigmoid(forget)
-        key = jax.nn.sigmoid(-forget)  # 1 - f without the difference, which would lose digits
-        if self.lower_bound is not None:
-            bound = self.lower_bound[...]
-            log_decay = jnp.logaddexp(
-                jax.nn.log_sigmoid(bound), jax.nn.log_sigmoid(-bound) + log_decay
-            )
-            key = key * jax.nn.sigmoid(-bound)
-
-        out, state = mixers.gla(
+        log_decay = _log_forget(
+            forget.astype(jnp.float32),
+            None if self.lower_bound is None else self.lower_bound[...],
+        )
+        out, state = mixers.hgrn2(
             jax.nn.silu(query).reshape(batch, time, heads, key_width),
-            key.astype(query.dtype).reshape(batch, time, heads, key_width),
             value.reshape(batch, time, heads, value_width),
             log_decay.reshape(batch, time, heads, key_width),
+            scale=key_width**-0.5,
             initial_state=before[3],
             segment_ids=segment_ids,
             chunk_size=self.config.chunk_size,

@@ -15,6 +15,7 @@ from seqmix.mixers.forgetting_attention import (
 )
 from seqmix.mixers.gated_delta_rule import delta_rule, gated_delta_rule
 from seqmix.mixers.gla import gla
+from seqmix.mixers.hgrn2 import hgrn2
 from seqmix.mixers.kda import kda
 from seqmix.mixers.kv_cache import KVCache, init_kv_cache
 from seqmix.mixers.lightning_attention import alibi_slopes, lightning_attention
@@ -51,6 +52,7 @@ __all__ = [
     "forgetting_attention",
     "gated_delta_rule",
     "gla",
+    "hgrn2",
     "init_forgetting_cache",
     "init_kv_cache",
     "init_performer_state",

@@ -83,23 +83,25 @@ class Heads:
         return self.keys * self.values * self.queries
 
 
-def heads(mixer: str, q: jax.Array, k: jax.Array, v: jax.Array, *, query: str = "q") -> Heads:
+def heads(
+    mixer: str, q: jax.Array, k: jax.Array, v: jax.Array, *, query: str = "q", key: str = "k"
+) -> Heads:
     """Checks q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, Hv, V] and returns their grouping.
 
     Args:
       mixer: the function's name, for messages.
       q, k, v: its queries, keys and values.
-      query: what the function calls its queries.
+      query, key: what the function calls its queries and keys.
 
     Raises:
       ValueError: for a wrong rank, dtype, unequal B, T or K, or head counts that do not group.
     """
     rank(mixer, query, q, "B T Hq K")
-    rank(mixer, "k", k, "B T Hk K")
+    rank(mixer, key, k, "B T Hk K")
     rank(mixer, "v", v, "B T Hv V")
     if q.shape[1] == 0:
         raise ValueError(f"{mixer}: {query} must have T >= 1 tokens, got shape {list(q.shape)}")
-    for name, x in (("k", k), ("v", v)):
+    for name, x in ((key, k), ("v", v)):
         if x.shape[:2] != q.shape[:2]:
             raise ValueError(
                 f"{mixer}: {name} must share [B, T] = {list(q.shape[:2])} with {query}, "
@@ -107,7 +109,7 @@ def heads(mixer: str, q: jax.Array, k: jax.Array, v: jax.Array, *, query: str = 
             )
     if k.shape[3] != q.shape[3]:
         raise ValueError(
-            f"{mixer}: k must have the key width of {query}, K = {q.shape[3]}, got {k.shape[3]}"
+            f"{mixer}: {key} must have the key width of {query}, K = {q.shape[3]}, got {k.shape[3]}"
         )
     nq, nk, nv = q.shape[2], k.shape[2], v.shape[2]
     if nq == nk and nv % nk == 0:
@@ -115,9 +117,9 @@ def heads(mixer: str, q: jax.Array, k: jax.Array, v: jax.Array, *, query: str = 
     if nk == nv and nq % nk == 0:
         return Heads(nk, 1, nq // nk)
     raise ValueError(
-        f"{mixer}: heads must be equal, or v's a multiple of {query}'s and k's (grouped values), "
-        f"or {query}'s a multiple of k's and v's (grouped queries); "
-        f"got {query} {nq}, k {nk}, v {nv}"
+        f"{mixer}: heads must be equal, or v's a multiple of {query}'s and {key}'s (grouped "
+        f"values), or {query}'s a multiple of {key}'s and v's (grouped queries); "
+        f"got {query} {nq}, {key} {nk}, v {nv}"
     )
 
 

@@ -25,8 +25,7 @@ def gla(
 ) -> tuple[jax.Array, MatrixState]:
     """S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T;  o_t = scale q_t S_t.
 
-    Source: GLA (Yang et al. 2023, arXiv 2312.06635). HGRN2 (Qin et al. 2024, arXiv 2404.07904) is
-    the case k = 1 - exp(log_decay).
+    Source: GLA (Yang et al. 2023, arXiv 2312.06635). `hgrn2` is the case k = 1 - exp(log_decay).
 
     Args:
       q: [B, T, Hq, K] float.

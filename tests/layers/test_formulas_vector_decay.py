@@ -13,6 +13,7 @@ from seqmix.layers import (
     LayerInfo,
     RWKV5Config,
     RWKV6Config,
+    hgrn2,
 )
 from tests.layers.modules import COMMON, layer_of
 from tests.layers.test_formulas import TIME, WIDTH, build, check, convolve, rms, sigmoid, silu
@@ -86,6 +87,17 @@ def test_hgrn2(options):
     out = 5**-0.5 * recurrence(q, k, v.reshape(TIME, 3, 4), forget)
     y = rms(out.reshape(TIME, WIDTH), 1e-5) * p["norm.scale"]
     check(module, y @ p["output.kernel"], x)
+
+
+def test_hgrn2_keeps_the_digits_of_weak_forgetting_above_a_bound():
+    forget = np.linspace(-90, 90, 181, dtype=np.float32)
+    for bound in (-110.0, -1.0, 3.0):
+        got = hgrn2._log_forget(jnp.asarray(forget), jnp.float32(bound))
+        logit, below = np.float64(forget), -np.logaddexp(0, bound)
+        key = np.exp(below - np.logaddexp(0, logit))
+        strong = np.logaddexp(below + bound, below - np.logaddexp(0, -logit))
+        want = np.where(key < 0.5, np.log1p(-np.minimum(key, 0.5)), strong)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-37)
 
 
 def rwkv_output(out, gate, p):

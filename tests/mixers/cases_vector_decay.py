@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLA, RWKV-6 and RWKV-5 in the shared suite."""
+"""GLA, HGRN2, RWKV-6 and RWKV-5 in the shared suite."""
 
 import numpy as np
 
@@ -15,6 +15,11 @@ def mixers_vector_decay(Mixer, qkv, matrix_state):
     def gla(rng, s):
         return qkv(rng, s) | {"log_decay": gates(rng, s.batch, s.time, s.states, s.key)}
 
+    def hgrn2(rng, s):
+        arrays = gla(rng, s)
+        del arrays["k"]
+        return arrays
+
     def rwkv6(rng, s):
         arrays = gla(rng, s)
         arrays["r"] = arrays.pop("q")
@@ -27,6 +32,16 @@ def mixers_vector_decay(Mixer, qkv, matrix_state):
     gate, bonus = frozenset({"log_decay"}), frozenset({"log_decay", "bonus"})
     return (
         Mixer("gla", gla, matrix_state, forms, dense.gla, gate),
+        Mixer(
+            "hgrn2",
+            hgrn2,
+            matrix_state,
+            forms,
+            dense.hgrn2,
+            gate,
+            groupings=((2, 2, 2), (4, 2, 2)),
+            thin=True,
+        ),
         Mixer("rwkv6", rwkv6, matrix_state, forms, dense.rwkv6, bonus),
         Mixer("rwkv5", rwkv5, matrix_state, forms, dense.rwkv5, bonus, gate=None, thin=True),
     )

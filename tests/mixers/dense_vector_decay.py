@@ -49,6 +49,11 @@ def gla(arrays, state, segment_ids, scale=None):
     return _run(q, k, v, g, None, state, segment_ids, scale)
 
 
+def hgrn2(arrays, state, segment_ids, scale=1.0):
+    q, v, g = (arrays[n] for n in ("q", "v", "log_decay"))
+    return _run(q, 1 - np.exp(g), v, g, None, state, segment_ids, scale)
+
+
 def rwkv6(arrays, state, segment_ids, scale=1.0):
     r, k, v, g, bonus = (arrays[n] for n in ("r", "k", "v", "log_decay", "bonus"))
     return _run(r, k, v, g, bonus, state, segment_ids, scale)

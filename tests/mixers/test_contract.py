@@ -300,7 +300,7 @@ def test_bad_arguments_name_the_argument(name):
 
 
 # With q, k and v alone, or a gate of k's shape, nothing tells heads from time.
-UNGATED = {"linear_attention", "performer_attention", "retention", "gla", "rwkv7"}
+UNGATED = {"linear_attention", "performer_attention", "retention", "gla", "hgrn2", "rwkv7"}
 HEADED = [
     name
     for name, m in MIXERS.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLA and RWKV-6 under gates that broke other implementations, and their argument errors."""
+"""GLA, HGRN2 and RWKV-6 under gates that broke other implementations, and their argument errors."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,3 +72,18 @@ def test_heads_before_time_raise_where_a_state_tells():
     swapped = {n: jnp.swapaxes(a, 1, 2) for n, a in arrays.items()}
     with pytest.raises(ValueError, match="gla: initial_state must have shape"):
         mixers.gla(**swapped, initial_state=jnp.zeros(gla.state(shape)))
+
+
+def test_hgrn2_at_weak_gates_and_padding():
+    """The key 1 - exp(log_decay) of a weak gate has all its digits; padding writes nothing."""
+    mixer, shape = MIXERS["hgrn2"], Shape(batch=2, time=40)
+    arrays = draw(mixer, shape)
+    arrays["log_decay"] = np.float64(np.float32(arrays["log_decay"] * 1e-6))
+    segments = draw_segments(shape, padding=0.3)
+    cotangents = draw_cotangents(mixer, arrays, mixer.state(shape))
+    want = reference(mixer, arrays, None, segments, cotangents)
+    for a in arrays.values():
+        a[segments == 0] = np.nan
+    for impl in ("recurrent", "chunked"):
+        got = evaluate(mixer, impl, arrays, None, segments, cotangents, jnp.float32)
+        assert_within(got, want, FLOAT32_BAR)

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class BidirectionalConfig:
     inner: str = "mamba2"
     merge: Literal["sum", "concatenate"] = "sum"
     layers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    causal: ClassVar[bool] = False
 
     def __post_init__(self):
         config = _inner(self.inner).config

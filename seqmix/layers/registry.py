@@ -59,6 +59,9 @@ def register(name: str, config: type) -> Callable[[type], type]:
     ``init_cache(batch, capacity)``; the config class has ``flops_per_token(width, context)`` and
     ``cache_bytes(width, context, dtype)``.
 
+    The config class of a layer that reads later tokens has ``causal = False``: such layers suit
+    encoders, and training on next tokens refuses them.
+
     A layer that hands something to later layers of its class (RWKV-7: the values of the first) has
     a `shared_name` and `init_shared(batch, time)`, takes ``shared`` in the call and returns it as
     a third result.

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ class VMambaConfig:
     norm_epsilon: float = 1e-5
     chunk_size: int | None = None
     impl: str = "auto"
+
+    causal: ClassVar[bool] = False
 
     def __post_init__(self):
         checks.at_least(self, 1, "state_size", "convolution", "dt_rank", "chunk_size")

@@ -92,6 +92,14 @@ class Experiment:
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
+    def __post_init__(self):
+        for name, mixer in self.model.mixers.items():
+            if not getattr(mixer, "causal", True):
+                raise ValueError(
+                    f"HybridLM.pattern has {name!r}, which reads later tokens: training on next "
+                    "tokens would show it its labels"
+                )
+
 
 class ResumeError(ValueError):
     """A run folder's config and the wanted one differ where a resumed run must not."""

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from seqmix.models import HybridLMConfig
 from seqmix.training import (
     CheckpointMismatchError,
+    Experiment,
     NonFiniteError,
     ResumeError,
     evaluate,
@@ -253,3 +255,10 @@ def test_messages(corpus, tmp_path, monkeypatch, capsys):
     second = capsys.readouterr().out
     assert "resumed at step 5" in second and "step 50/50  loss " in second
     assert second.splitlines()[-1].startswith("model ") and "bigram" in second.splitlines()[-1]
+
+
+@pytest.mark.parametrize("layer", ["bidirectional", "vmamba"])
+def test_layers_that_read_later_tokens_are_refused(layer):
+    model = HybridLMConfig(pattern=f"attention, {layer}", layers=2, width=64)
+    with pytest.raises(ValueError, match=f"HybridLM.pattern has '{layer}', which reads later"):
+        Experiment(model=model)

@@ -194,7 +194,7 @@ def test_implementation_and_chunk_reach_the_mixer(name):
             with pytest.raises(ValueError, match=message):
                 trace()
         else:
-            assert "length=2" in trace()  # two chunks of three tokens
+            assert ",3,3]" in trace()  # the pairs of a chunk of three tokens
 
 
 def test_initial_time_steps_follow_the_settings():

@@ -246,3 +246,11 @@ def draw_segments(shape: Shape, *, seed: int = 2, padding: float = 0.1) -> np.nd
 def slow(*values: Any) -> list[Any]:
     """Parameters of cases that `make test` leaves to the slow suite."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def sparing(forms: list[tuple[str, str]]) -> list[Any]:
+    """The forms, those beside 'chunked' and 'recurrent' left to the slow suite."""
+    return [
+        form if form[1] in ("chunked", "recurrent") else pytest.param(*form, marks=pytest.mark.slow)
+        for form in forms
+    ]

@@ -13,10 +13,19 @@ from jax.sharding import PartitionSpec
 from jaxtyping import jaxtyped
 
 from seqmix import mixers
-from tests.mixers.cases import CORES, FORMS, MIXERS, Shape, draw, draw_segments, draw_state
+from tests.mixers.cases import (
+    CORES,
+    FORMS,
+    MIXERS,
+    Shape,
+    draw,
+    draw_segments,
+    draw_state,
+    sparing,
+)
 from tests.mixers.parity import FLOAT32_BAR, cast, quick_jit, relative_error, tree_error
 
-DECODE_FORMS = [*FORMS, *((name, "recurrent") for name in CORES)]
+DECODE_FORMS = sparing([*FORMS, *((name, "recurrent") for name in CORES)])
 
 
 @functools.partial(quick_jit, static_argnames=("name", "impl"))

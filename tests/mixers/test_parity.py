@@ -14,6 +14,7 @@ from tests.mixers.cases import (
     draw_segments,
     draw_state,
     slow,
+    sparing,
 )
 from tests.mixers.parity import (
     BFLOAT16_BAR,
@@ -78,7 +79,7 @@ def test_packed_rows_with_states(name, impl):
     check(name, impl, Shape(time=100))
 
 
-@pytest.mark.parametrize(("name", "impl"), FORMS)
+@pytest.mark.parametrize(("name", "impl"), sparing(FORMS))
 def test_single_documents_without_a_state(name, impl):
     check(name, impl, Shape(time=65), packed=False, with_state=False)
 
@@ -91,19 +92,19 @@ def test_grouped_heads(name, impl, grouping):
     check(name, impl, Shape(time=63, heads=MIXERS[name].groupings[grouping]))
 
 
-@pytest.mark.parametrize(("name", "impl"), FORMS)
+@pytest.mark.parametrize(("name", "impl"), sparing(FORMS))
 @pytest.mark.parametrize("time", [1, 2, 5, *slow(3, 4, 6, 7, 8)])
 def test_shortest_rows(name, impl, time):
     check(name, impl, Shape(batch=1, time=time, key=4, value=4))
 
 
-@pytest.mark.parametrize(("name", "impl"), FORMS)
+@pytest.mark.parametrize(("name", "impl"), sparing(FORMS))
 @pytest.mark.parametrize("time", [128, *slow(64)])
 def test_rows_on_the_chunk_grid(name, impl, time):
     check(name, impl, Shape(batch=1, time=time), packed=time == 128)
 
 
-@pytest.mark.parametrize(("name", "impl"), FORMS)
+@pytest.mark.parametrize(("name", "impl"), sparing(FORMS))
 def test_many_blocks(name, impl):
     """More than one block of chunks, and a block count that does not divide the chunks."""
     check(name, impl, Shape(batch=1, time=1100, heads=(1, 1, 1), key=4, value=4))
@@ -133,12 +134,12 @@ def test_scales(name, impl, scale):
     check(name, impl, Shape(batch=1, time=20), scale=scale)
 
 
-@pytest.mark.parametrize(("name", "impl"), FORMS)
+@pytest.mark.parametrize(("name", "impl"), sparing(FORMS))
 @pytest.mark.parametrize("chunk_size", [24, *slow(1, 16, 128)])
 def test_every_chunk_size(name, impl, chunk_size):
     check(name, impl, Shape(batch=1, time=100), chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize(("name", "impl"), FORMS)
+@pytest.mark.parametrize(("name", "impl"), sparing(FORMS))
 def test_head_width_100_packed(name, impl):
     check(name, impl, Shape(batch=1, time=70, heads=(1, 1, 1), key=100, value=100))

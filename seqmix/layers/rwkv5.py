@@ -138,7 +138,8 @@ class RWKV5(nnx.Module):
 
     def init_cache(self, batch: int, capacity: int) -> RWKVCache:
         """An empty cache; its size does not depend on ``capacity``."""
-        heads, size = self.bonus.shape
+        # Not from the parameters: those of a scanned stack have one more axis.
+        heads, size = checks.derived_heads(self.config, self.width), self.config.head_width
         return RWKVCache(
             jnp.zeros((batch, 1, self.width), self.dtype),
             jnp.zeros((batch, heads, size, size), jnp.float32),

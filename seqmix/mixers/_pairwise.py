@@ -101,7 +101,10 @@ def scores(
     Returns:
       [..., x, C, C] float32 (or float64): rows are queries; 0 above the diagonal.
     """
-    matrix = None if own is None else own[..., None, None]
+    matrix = None
+    if own is not None:
+        leading = jnp.broadcast_shapes(own.shape[:-2], cut.entry.shape[:-2])
+        matrix = jnp.broadcast_to(own, (*leading, *own.shape[-2:]))[..., None, None]
     for right, left in _operands(q, k, cut):
         below = contract("...xbik,...bjk->...xbij", right, left, dtype=dtype)
         zeros = jnp.zeros_like(below)

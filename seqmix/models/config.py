@@ -84,6 +84,8 @@ class HybridLMConfig:
         # Frozen, so that the config hashes: modules keep it as a static attribute.
         object.__setattr__(self, "mixers", FrozenDict(filled))
         self.plan()
+        for mixer in filled.values():
+            mixer.flops_per_token(self.width, 1.0)  # raises where its sizes do not fit the width
 
     @classmethod
     def gin_children(cls, values: Mapping[str, Any]) -> Iterable[configs.Child]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
@@ -158,14 +159,15 @@ class Checkpointer:
         flat = flatten(like)
         self._check_arrays(step, "params", like.params)
         self._check_arrays(step, "training", flat)
-        restored = self._manager.restore(
+        restored = self._read(
             step,
-            args=ocp.args.Composite(
+            ocp.args.Composite(
                 params=ocp.args.StandardRestore(_abstract(like.params, shardings.params)),
                 training=ocp.args.StandardRestore(_abstract(flat, flatten(shardings))),
                 data=ocp.args.JsonRestore(),
             ),
         )
+        self._check_finite(step, restored["params"])
         state = unflatten(restored["training"], dict(restored["params"]), like)
         return state, _decode(restored["data"])
 
@@ -175,17 +177,42 @@ class Checkpointer:
         """Reads the parameters alone; arguments and errors as `restore`."""
         self._check_arrays(step, "params", like)
         args = ocp.args.StandardRestore(_abstract(like, shardings))
-        restored = self._manager.restore(step, args=ocp.args.Composite(params=args))
+        restored = self._read(step, ocp.args.Composite(params=args))
+        self._check_finite(step, restored["params"])
         return dict(restored["params"])
 
     def facts(self, step: int) -> dict[str, Any]:
         """The facts saved with a checkpoint."""
         args = ocp.args.Composite(facts=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["facts"]
+        return self._read(step, args)["facts"]
+
+    def _read(self, step: int, args: ocp.args.Composite) -> Any:
+        try:
+            return self._manager.restore(step, args=args)
+        except Exception as error:
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, error: Exception) -> CheckpointError:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return CheckpointError(
+            f"checkpoint {step} in {self.directory} cannot be read ({reason}); "
+            "remove that folder to go on from the one before"
+        )
+
+    def _check_finite(self, step: int, params: Mapping[str, jax.Array]):
+        bad = [n for n, x in params.items() if not bool(jnp.all(jnp.isfinite(x)))]
+        if bad:
+            raise CheckpointError(
+                f"checkpoint {step} in {self.directory} is damaged: {bad[0]!r} is not finite; "
+                "remove that folder to go on from the one before"
+            )
 
     def _check_arrays(self, step: int, item: str, wanted: Mapping[str, Any]):
         handler = ocp.StandardCheckpointHandler()
-        saved = handler.metadata(self.directory / str(step) / item)
+        try:
+            saved = handler.metadata(self.directory / str(step) / item)
+        except Exception as error:
+            raise self._damaged(step, error) from error
         saved = dict(getattr(saved, "tree", saved))
         where = f"checkpoint {step} in {self.directory}"
         for name in sorted(set(saved) ^ set(wanted)):

@@ -16,7 +16,7 @@ from seqmix import data
 from seqmix.models import HybridLM
 from seqmix.training.checkpoint import Checkpointer
 from seqmix.training.compilation import enable_compilation_cache
-from seqmix.training.experiment import Experiment, load_experiment
+from seqmix.training.experiment import Experiment, ResumeError, load_experiment
 from seqmix.training.program import Program, build_program, define_model
 from seqmix.training.state import Arrays
 from seqmix.training.step import summarise
@@ -34,6 +34,16 @@ def validation_data(experiment: Experiment) -> data.PackedDataset:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
+
+
+def check_tokenizer(run_dir: Path | str, tokenizer: data.Tokenizer) -> None:
+    """Raises ResumeError unless `tokenizer` is the one that the run was trained with."""
+    folder = Path(run_dir) / TOKENIZER
+    if folder.exists() and data.load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
+        raise ResumeError(
+            f"{folder} is not the tokenizer that the config and its data now give: the run's model "
+            "would read other tokens (name the saved one with TokenizerFile, or restore the data)"
+        )
 
 
 def run_evaluation(
@@ -99,6 +109,7 @@ def evaluate(
     if experiment.trainer.compilation_cache:
         enable_compilation_cache()
     dataset = validation_data(experiment)
+    check_tokenizer(run_dir, dataset.tokenizer)
     program = build_program(experiment, dataset.tokenizer.byte_lengths())
     with _open(run_dir, step) as (checkpointer, chosen):
         params = checkpointer.restore_params(

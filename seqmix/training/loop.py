@@ -16,7 +16,13 @@ from seqmix import config, data
 from seqmix.training.checkpoint import Checkpointer, check_facts, has_checkpoint
 from seqmix.training.compilation import enable_compilation_cache
 from seqmix.training.display import Display
-from seqmix.training.evaluation import CHECKPOINTS, TOKENIZER, run_evaluation, validation_data
+from seqmix.training.evaluation import (
+    CHECKPOINTS,
+    TOKENIZER,
+    check_tokenizer,
+    run_evaluation,
+    validation_data,
+)
 from seqmix.training.experiment import (
     CONFIG_FILE,
     Experiment,
@@ -109,7 +115,7 @@ class _Run:
         self.validation_data = None
         if self.trainer.eval_every is not None:
             self.validation_data = validation_data(experiment)
-        self._save_folder(dataset.tokenizer)
+        self._check_tokenizer(dataset.tokenizer)
         self.checkpointer = Checkpointer(
             run_dir / CHECKPOINTS,
             keep_last=self.trainer.keep_last,
@@ -119,6 +125,8 @@ class _Run:
         self.batches = iter(dataset)
         stack.callback(self.batches.close)
         self.step, self.state = self._start()
+        # Only now: a resume that was refused leaves the folder as it was.
+        self._save_folder(dataset.tokenizer)
         self.metrics = None
         if self.primary:
             self.metrics = MetricsWriter(run_dir, self.step)
@@ -175,6 +183,10 @@ class _Run:
         stacking = ("pattern", "layers", "leading", "trailing", "scan")
         facts = {f"HybridLM.{name}": getattr(model, name) for name in stacking}
         return {**facts, "Trainer.seed": self.trainer.seed}
+
+    def _check_tokenizer(self, tokenizer: data.Tokenizer):
+        if has_checkpoint(self.run_dir / CHECKPOINTS):
+            check_tokenizer(self.run_dir, tokenizer)
 
     def _save_folder(self, tokenizer: data.Tokenizer):
         if not self.primary:

@@ -272,3 +272,9 @@ def test_key_follows_the_content(tmp_path):
     write_jsonl(path, ["one", "two"])
     assert json.dumps(corpus.key()) != before
     assert JsonlCorpus(files=(str(path),), max_documents=1).key() != corpus.key()
+
+
+def test_a_limit_of_the_standard_library_samples_both_splits():
+    splits = [split for split, _ in StdlibCorpus(max_documents=100).documents()]
+    assert 0 < splits.count("validation") < 20
+    assert splits.count("train") > 80

@@ -87,3 +87,13 @@ def test_hgrn2_at_weak_gates_and_padding():
     for impl in ("recurrent", "chunked"):
         got = evaluate(mixer, impl, arrays, None, segments, cotangents, jnp.float32)
         assert_within(got, want, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize("name", ["gla", "kda"])
+def test_chunks_of_one_token_with_grouped_values(name):
+    mixer, shape = MIXERS[name], Shape(batch=1, time=5, heads=(2, 2, 4))
+    arrays = cast(mixer, draw(mixer, shape), jnp.float32)
+    got, state = mixer(arrays, impl="chunked", chunk_size=1)
+    want, final = mixer(arrays, impl="recurrent")
+    assert relative_error(got, want) < FLOAT32_BAR
+    assert relative_error(state, final) < FLOAT32_BAR

@@ -84,3 +84,8 @@ def test_feed_forward_width():
     assert FeedForwardConfig().hidden_width(768) == 2048
     assert FeedForwardConfig(multiple_of=1).hidden_width(100) == 267
     assert FeedForwardConfig(hidden=5).hidden_width(100) == 5
+
+
+def test_a_width_that_the_heads_do_not_fill_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"GatedDeltaNet.head_width = 64 does not divide .* 33"):
+        HybridLMConfig(width=33)

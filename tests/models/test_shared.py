@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from seqmix.layers import RWKV7Config
+from seqmix.layers import RWKV7Config, names
+from seqmix.models import HybridLM, HybridLMConfig
 from tests.layers.modules import quick_jit
 from tests.models.models import MIXERS, Model, close, config
 
@@ -48,3 +49,13 @@ def test_every_layer_but_the_first_moves_towards_the_first_ones_values(model, to
 def test_decoding_is_the_full_pass(model, tokens):
     logits, _, _ = model.decode(model.parameters, tokens, model().init_cache(2, TIME))
     close(logits, model.logits(model.parameters, tokens))
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n not in ("bidirectional", "vmamba")])
+def test_every_layer_has_a_cache_in_a_scanned_stack(name):
+    """Modules of a scanned stack hold parameters with one more axis; caches must not read them."""
+    settings = HybridLMConfig(vocabulary=61, width=128, layers=2, pattern=name)
+    model = nnx.eval_shape(lambda: HybridLM(settings, rngs=nnx.Rngs(0)))
+    cache = jax.eval_shape(lambda: model.init_cache(3, 4))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+    assert size == 3 * 2 * settings.mixers[name].cache_bytes(128, 4, "float32")

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from seqmix.data import TextCorpus, TrainBPE
 from seqmix.models import HybridLMConfig
 from seqmix.training import (
+    CheckpointError,
     CheckpointMismatchError,
     Experiment,
     NonFiniteError,
@@ -262,3 +264,39 @@ def test_layers_that_read_later_tokens_are_refused(layer):
     model = HybridLMConfig(pattern=f"attention, {layer}", layers=2, width=64)
     with pytest.raises(ValueError, match=f"HybridLM.pattern has '{layer}', which reads later"):
         Experiment(model=model)
+
+
+def test_a_refused_resume_leaves_the_folder_and_eval_refuses_another_tokenizer(corpus, tmp_path):
+    run_dir, more = tmp_path / "run", tmp_path / "more"
+    experiment = tiny_experiment(corpus, steps=8)
+    bpe = dataclasses.replace(experiment.data, tokenizer=TrainBPE(vocabulary_size=270))
+    model = dataclasses.replace(experiment.model, vocabulary=270)
+    experiment = dataclasses.replace(experiment, data=bpe, model=model)
+    train(experiment, run_dir, progress=False)
+    files = sorted(p for p in run_dir.rglob("*") if p.is_file() and "tokenizer" in p.parts)
+    before = [p.read_bytes() for p in (*files, run_dir / "config.gin")]
+    assert files
+    more.mkdir()
+    (more / "0.txt").write_text("zyxwv utsrq ponml kjihg fedcb " * 400)
+    other = TextCorpus(files=(str(more / "*.txt"),), validation_fraction=0.0)
+    grown = dataclasses.replace(bpe, corpora=(*bpe.corpora, other))
+    changed = dataclasses.replace(experiment, data=grown)
+    with pytest.raises(ResumeError, match="is not the tokenizer"):
+        evaluate(changed, run_dir)
+    with pytest.raises(ResumeError):
+        train(changed, run_dir, progress=False)
+    assert [p.read_bytes() for p in (*files, run_dir / "config.gin")] == before
+
+
+def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    experiment = tiny_experiment(corpus, steps=8)
+    train(experiment, run_dir, progress=False)
+    for path in (run_dir / "checkpoints" / "8" / "params").rglob("*"):
+        if path.is_file() and path.stat().st_size > 2000:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    longer = dataclasses.replace(
+        experiment, trainer=dataclasses.replace(experiment.trainer, steps=10)
+    )
+    with pytest.raises(CheckpointError, match="checkpoint 8 in .*(cannot be read|is damaged)"):
+        train(longer, run_dir, progress=False)

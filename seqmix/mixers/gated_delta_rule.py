@@ -53,10 +53,12 @@ def gated_delta_rule(
       ValueError: for shapes, dtypes or head counts off the above, or an impl that cannot run.
     """
     name = "gated_delta_rule"
-    _, states = _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size)
-    check.shape(name, "log_decay", log_decay, (*q.shape[:2], states), "B T H")
+    heads = _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size)
+    check.shape(name, "log_decay", log_decay, (*q.shape[:2], heads.states), "B T H")
     check.float32(name, "log_decay", log_decay)
-    return _run(name, q, k, v, log_decay, beta, scale, initial_state, segment_ids, chunk_size, impl)
+    return _run(
+        name, heads, q, k, v, log_decay, beta, scale, initial_state, segment_ids, chunk_size, impl
+    )
 
 
 def delta_rule(
@@ -78,9 +80,11 @@ def delta_rule(
     Args, returns and errors: as `gated_delta_rule`, without log_decay.
     """
     name = "delta_rule"
-    _, states = _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size)
-    no_decay = jnp.zeros((*q.shape[:2], states), jnp.result_type(jnp.float32, q.dtype))
-    return _run(name, q, k, v, no_decay, beta, scale, initial_state, segment_ids, chunk_size, impl)
+    heads = _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size)
+    no_decay = jnp.zeros((*q.shape[:2], heads.states), jnp.result_type(jnp.float32, q.dtype))
+    return _run(
+        name, heads, q, k, v, no_decay, beta, scale, initial_state, segment_ids, chunk_size, impl
+    )
 
 
 def _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size):
@@ -90,12 +94,13 @@ def _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size):
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, heads.states, k.shape[-1], v.shape[-1]), "B H K V")
-    return heads, heads.states
+    return heads
 
 
-def _run(name, q, k, v, log_decay, beta, scale, initial_state, segment_ids, chunk_size, impl):
+def _run(
+    name, heads, q, k, v, log_decay, beta, scale, initial_state, segment_ids, chunk_size, impl
+):
     impl = choose(name, impl, delta.IMPLEMENTATIONS, time=q.shape[1])
-    heads = check.heads(name, q, k, v)
     q, k, v, log_decay, beta = mask_padding(segment_ids, q, k, v, log_decay, beta)
     out, state = delta.scan(
         q,

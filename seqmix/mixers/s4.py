@@ -7,11 +7,14 @@ held; a row vector r then reads a state as 2 Re(r h). Bilinear discretisation, c
     Ad = (I - c A)^{-1} (I + c A),   Bd = (I - c A)^{-1} dt B
 
 and every inverse is a diagonal one with Woodbury's correction for the rank-one part. At the L-th
-roots of unity z the kernel's transform is, with C~ = C (I - Ad^L)::
+roots of unity z = exp(-2 i h) the kernel's transform is, with C~ = C (I - Ad^L)::
 
     K(z) = C~ [(1 - z) I - c (1 + z) (diag(A) - P P^*)]^{-1} dt B
+         = e^{ih} C~ [i sin(h) / c I - cos(h) (diag(A) - P P^*)]^{-1} B
 
-which are four Cauchy sums; (1 + z) is multiplied out, so that z = -1 is no special case.
+which are four Cauchy sums. In the second line z = -1 is no special case and nothing cancels near
+it, where the fastest poles are: c A is large there and 1 + z, as a sum, has few digits. The
+gradient of c is a single term for the same reason.
 """
 
 import jax
@@ -192,23 +195,24 @@ def _kernel(parameters, length):
     row = twice_real(C)
     row = row - contract("dk,dkn->dn", row, _power(_transition(parameters), length))
     C = jnp.conj(flat_complex(row)) / 2
-    angle = 2 * jnp.pi * jnp.arange(length // 2 + 1, dtype=c.dtype) / length
-    z = lax.complex(jnp.cos(angle), -jnp.sin(angle))
-    forward, backward = 1 + z, 1 - z
+    # h = pi k / L from both ends, so that sine and cosine keep their digits where they vanish.
+    k = jnp.arange(length // 2 + 1)
+    sine = jnp.sin(jnp.pi / length * k.astype(c.dtype))
+    cosine = jnp.sin(jnp.pi / (2 * length) * (length - 2 * k).astype(c.dtype))
+    height = sine / c
 
     # One pole (and its conjugate) at a time: no array of roots times poles.
     @jax.checkpoint
     def add(sums, pole):
         numerators = jnp.stack(pole[1:])
         for top, root in ((numerators, pole[0]), (numerators.conj(), pole[0].conj())):
-            sums = sums + top[..., None] / (backward - c * root[:, None] * forward)
+            sums = sums + top[..., None] / (1j * height - root[:, None] * cosine)
         return sums, None
 
     terms = (A, C * B, C * P, jnp.conj(P) * B, jnp.conj(P) * P)
-    sums = jnp.zeros((4, *c.shape[:1], z.shape[0]), z.dtype)
+    sums = jnp.zeros((4, *height.shape), A.dtype)
     (cb, cp, pb, pp), _ = lax.scan(add, sums, jax.tree.map(jnp.transpose, terms))
-    spread = c * forward
-    transform = 2 * c * (cb - spread * cp * pb / (1 + spread * pp))
+    transform = lax.complex(cosine, sine) * (cb - cosine * cp * pb / (1 + cosine * pp))
     return jnp.fft.irfft(transform, length, axis=-1).astype(c.dtype)
 
 

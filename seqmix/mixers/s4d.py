@@ -2,6 +2,7 @@
 """Diagonal structured state space (S4D): complex poles in conjugate pairs, held as real pairs."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,24 +127,28 @@ def twice_real(z: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _phase(dt, frequency):
-    """Product dt * frequency less whole turns, with the digits that a rounded product would lose.
+    """Product dt * frequency less whole turns: the nearest float, and what it lacks.
 
-    Fast poles turn by hundreds of radians a step, and the error of the product, not of the reduced
-    angle, is what the powers of a pole multiply. The product is split into a sum of two floats.
+    Fast poles turn by hundreds of radians a step, and what the powers of a pole multiply is the
+    error of the product and of the reduced angle. The product is split into a sum of two floats.
     """
     product = dt * frequency
     (a, b), (c, d) = _split(dt), _split(frequency)
     error = ((a * c - product) + a * d + b * c) + b * d
     turns = jnp.round(product / (2 * math.pi))
-    for part in _TURN:
-        product = product - turns * jnp.asarray(part, product.dtype)
-    return product + error
+    angle = product
+    for part in _TURN[:2]:
+        angle = angle - turns * jnp.asarray(part, product.dtype)
+    error = error - turns * jnp.asarray(_TURN[2], product.dtype)
+    near = angle + error
+    return near, error - (near - angle)
 
 
 @_phase.defjvp
 def _phase_jvp(primals, tangents):
     (dt, frequency), (d_dt, d_frequency) = primals, tangents
-    return _phase(dt, frequency), dt * d_frequency + frequency * d_dt
+    near, rest = _phase(dt, frequency)
+    return (near, rest), (dt * d_frequency + frequency * d_dt, jnp.zeros_like(rest))
 
 
 def _split(x):
@@ -153,39 +158,56 @@ def _split(x):
     return high, x - high
 
 
-def _powers(log_pole, exponents):
-    """[D, M] logarithms to [D, L, M] powers."""
-    exponents = exponents.astype(log_pole.real.dtype)[:, None]
-    x, y = log_pole.real[:, None], log_pole.imag[:, None]
-    return jnp.exp(jax.lax.complex(exponents * x, _phase(exponents, y)))
+def _powers(parameters, exponents):
+    """[D, L, M] powers of the poles."""
+    log_pole, rest = parameters.log_pole, parameters.rest
+    exponents = exponents.astype(rest.dtype)[:, None]
+    x, (y, lack) = log_pole.real[:, None], _phase(exponents, log_pole.imag[:, None])
+    return jnp.exp(jax.lax.complex(exponents * x, y + (lack + exponents * rest[:, None])))
+
+
+class _Parameters(NamedTuple):
+    """A discrete system, [D, M].
+
+    Attributes:
+      pole: complex.
+      log_pole: its logarithm, complex.
+      rest: what the imaginary part of `log_pole` lacks, real.
+      weight: of the input, complex.
+      C: complex.
+    """
+
+    pole: jax.Array
+    log_pole: jax.Array
+    rest: jax.Array
+    weight: jax.Array
+    C: jax.Array
 
 
 def _discrete(dt, A, C):
-    """The discrete poles and their logarithms, the input's weight, and C: complex [D, M]."""
-    x, y = dt[:, None] * A[..., 0], _phase(dt[:, None], A[..., 1])
+    x, (y, rest) = dt[:, None] * A[..., 0], _phase(dt[:, None], A[..., 1])
     # exp(x + iy) - 1 without the cancellation of small steps.
     gained = jax.lax.complex(
         jnp.expm1(x) * jnp.cos(y) - 2 * jnp.sin(y / 2) ** 2, jnp.exp(x) * jnp.sin(y)
     )
     log_pole = jax.lax.complex(x, y)
-    return jnp.exp(log_pole), log_pole, gained / as_complex(A), as_complex(C)
+    weight = gained / as_complex(A)
+    return _Parameters(jnp.exp(log_pole), log_pole, rest, weight, as_complex(C))
 
 
 def _advance(parameters, x, u):
-    pole, _, weight, _ = parameters
-    return as_pairs(pole * flat_complex(x) + weight * u[..., None])
+    return as_pairs(parameters.pole * flat_complex(x) + parameters.weight * u[..., None])
 
 
 def _output(parameters, x):
-    return jnp.sum(twice_real(parameters[3]) * x, axis=-1)
+    return jnp.sum(twice_real(parameters.C) * x, axis=-1)
 
 
 def _tables(parameters, chunk):
-    _, log_pole, weight, C = parameters
-    powers = _powers(log_pole, jnp.arange(chunk + 1))
-    read = twice_real(C[:, None] * powers)
-    write = as_pairs(weight[:, None] * powers[:, :-1])
-    kernel = jnp.sum(read[:, :-1] * as_pairs(weight)[:, None], axis=-1)
+    powers = _powers(parameters, jnp.arange(chunk + 1))
+    read = twice_real(parameters.C[:, None] * powers)
+    write = as_pairs(parameters.weight[:, None] * powers[:, :-1])
+    kernel = jnp.sum(read[:, :-1] * as_pairs(parameters.weight)[:, None], axis=-1)
     return time_invariant.Tables(kernel, read[:, 1:], write, powers[:, -1])
 
 
@@ -195,11 +217,11 @@ def _across(through, x):
 
 def _kernel(parameters, length):
     """Powers 0 .. length-1 as products of two short tables: nothing of size length x N is held."""
-    _, log_pole, weight, C = parameters
     short = 1 << ((length - 1).bit_length() + 1) // 2
     steps = short * jnp.arange(-(-length // short))
-    within, across = _powers(log_pole, jnp.arange(short)), _powers(log_pole, steps)
-    kernel = contract("dln,din->dli", twice_real((C * weight)[:, None] * across), as_pairs(within))
+    within, across = _powers(parameters, jnp.arange(short)), _powers(parameters, steps)
+    read = twice_real((parameters.C * parameters.weight)[:, None] * across)
+    kernel = contract("dln,din->dli", read, as_pairs(within))
     return kernel.reshape(kernel.shape[0], -1)[:, :length]
 
 
@@ -208,7 +230,7 @@ _SYSTEM = time_invariant.System(_advance, _output, _tables, _across, _kernel)
 
 def _associative(u, parameters, state, segment_ids):
     """As a member of the elementwise family, with complex states."""
-    zeros = jnp.zeros((u.shape[0], u.shape[2], 2 * parameters[0].shape[1]), u.dtype)
+    zeros = jnp.zeros((u.shape[0], u.shape[2], 2 * parameters.pole.shape[1]), u.dtype)
     out, state = elementwise.scan(
         elementwise.Family(_write, _read),
         u,
@@ -223,10 +245,9 @@ def _associative(u, parameters, state, segment_ids):
 
 
 def _write(u, parameters, marks):
-    _, log_pole, weight, _ = parameters
-    write = u[..., None] * weight
-    return jnp.broadcast_to(log_pole, write.shape), write
+    write = u[..., None] * parameters.weight
+    return jnp.broadcast_to(parameters.log_pole, write.shape), write
 
 
 def _read(state, u, parameters):
-    return 2 * jnp.sum((state * parameters[3]).real, axis=-1)
+    return 2 * jnp.sum((state * parameters.C).real, axis=-1)

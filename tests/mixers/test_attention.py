@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax attention and its cache against a row-by-row float64 derivation."""
 
-import functools
 import itertools
 
 import jax

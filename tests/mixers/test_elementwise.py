@@ -204,9 +204,9 @@ def test_initial_systems_over_a_thousand_tokens(kind, impl):
     cotangents = rng.normal(size=arrays["u"].shape), rng.normal(size=(1, width, size // 2, 2))
     want = reference(mixer, arrays, None, None, cotangents)
     got = evaluate(mixer, impl, arrays, None, None, cotangents, jnp.float32)
-    # The gradient of dt adds the poles', each times the pole, up to 1300 of them: a float32 angle
-    # after some steps is not known well enough for 1e-5 (4e-5 here, as in the recurrence).
-    assert relative_error(got.pop("d_dt"), want.pop("d_dt")) < EXTREME_BAR
+    if kind == "s4":
+        # dt's gradient adds those of poles up to 1300, which all but cancel: 2e-5 to 5e-5.
+        assert relative_error(got.pop("d_dt"), want.pop("d_dt")) < EXTREME_BAR
     assert_within(got, want, FLOAT32_BAR)
 
 
@@ -214,10 +214,11 @@ def test_phases_keep_the_digits_of_whole_turns():
     rng = np.random.default_rng(10)
     dt = np.exp(rng.uniform(-7, -2, 1000)).astype(np.float32)
     frequency = (10 ** rng.uniform(-1, 4, 1000) * rng.choice([-1, 1], 1000)).astype(np.float32)
-    got = np.asarray(jax.jit(_phase)(dt, frequency), np.float64)
+    near, rest = (np.asarray(x, np.float64) for x in jax.jit(_phase)(dt, frequency))
+    got = near + rest
     error = got - dt.astype(np.float64) * frequency.astype(np.float64)
     error -= 2 * np.pi * np.round(error / (2 * np.pi))
-    assert np.abs(error).max() < 3e-7 and np.abs(got).max() < 3.2
+    assert np.abs(error).max() < 1e-11 and np.abs(got).max() < 3.2
 
 
 def test_equal_steps_and_rates_make_the_selective_scan_ssd():

@@ -114,7 +114,6 @@ def decays(
     log_decay: jax.Array,
     run: jax.Array | None,
     entry_run: jax.Array | None,
-    sums: Callable[[jax.Array], jax.Array] = range_sums,
 ) -> Decay:
     """The decays of the chunks of one block.
 
@@ -122,12 +121,11 @@ def decays(
       log_decay: [B, n, h, r, C], non-positive and finite.
       run: [B, n, C] int32 document number, or None when the row is one document.
       entry_run: [B, n] int32, the document that the entering state belongs to.
-      sums: how ranges are summed, `range_sums` or `long_range_sums`.
     """
     chunk = log_decay.shape[-1]
-    ranges = sums(log_decay)
-    from_start = ranges[..., :, 0] + log_decay[..., :1]
-    entry, leave = jnp.exp(from_start), jnp.exp(ranges[..., -1, :])
+    ranges = range_sums(log_decay)
+    entry = jnp.exp(ranges[..., :, 0] + log_decay[..., :1])
+    leave = jnp.exp(ranges[..., -1, :])
     through = entry[..., -1]
     visible = jnp.tril(jnp.ones((chunk, chunk), bool))
     if run is not None:
@@ -162,16 +160,18 @@ def grouped(heads: Heads, q: jax.Array, k: jax.Array, v: jax.Array, *gates: jax.
     )
 
 
-def _between(through: jax.Array) -> jax.Array:
-    """Decays between the chunks of a block, from those across each of them.
+def _spans(through: jax.Array) -> jax.Array:
+    """Decays from what chunks write, and what precedes the block, to where chunks begin.
 
     Args:
-      through: [B, n, h, r] or [B, n, h, r, K].
+      through: [B, n, h, r] or [B, n, h, r, K], across each chunk.
 
     Returns:
-      [B, h, r, (K,) i, m]: the product over m < c <= i, 0 where m > i.
+      [B, h, r, (K,) i, m] for i, m in 0..n: the product over chunks m <= c < i, 0 where m > i.
+      Index m = 0 is the block's first state, m + 1 the write of chunk m, i = n the block's end.
     """
     steps = jnp.moveaxis(through, 1, -1)
+    steps = jnp.pad(steps, [(0, 0)] * (steps.ndim - 1) + [(1, 0)])
     count = steps.shape[-1]
     later = jnp.triu(jnp.ones((count, count), bool), 1)
     products = jnp.cumprod(jnp.where(later, steps[..., None, :], 1), axis=-1)
@@ -194,13 +194,9 @@ def carry_states(
     Returns:
       The state after the block [B, h, r, K, V], and those entering each chunk [B, n, h, r, K, V].
     """
-    spans = _between(through)
     spec = "bhrim,bmhrkv->bihrkv" if through.ndim == 4 else "bhrkim,bmhrkv->bihrkv"
-    added = contract(spec, spans, local)
-    kept = jnp.cumprod(through, axis=1)
-    kept = kept[..., None] if through.ndim == 5 else kept[..., None, None]
-    after = kept * first[:, None] + added
-    return after[:, -1], jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
+    states = contract(spec, _spans(through), jnp.concatenate([first[:, None], local], axis=1))
+    return states[:, -1], states[:, :-1]
 
 
 def carry_gradients(
@@ -216,11 +212,9 @@ def carry_gradients(
     Returns:
       The gradient of `first`, and that of the state leaving each chunk [B, n, h, r, K, V].
     """
-    spans = _between(through)
     spec = "bhrim,bihrkv->bmhrkv" if through.ndim == 4 else "bhrkim,bihrkv->bmhrkv"
-    leaving = contract(spec, spans, jnp.concatenate([reads[:, 1:], last[:, None]], axis=1))
-    decay = through[:, 0, ..., None] if through.ndim == 5 else through[:, 0, ..., None, None]
-    return decay * leaving[:, 0] + reads[:, 0], leaving
+    sources = contract(spec, _spans(through), jnp.concatenate([reads, last[:, None]], axis=1))
+    return sources[:, 0], sources[:, 1:]
 
 
 def scan_chunks(

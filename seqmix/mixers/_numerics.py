@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic that every mixer shares: explicit precision, exact decays, triangular inverses."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -97,31 +99,45 @@ def lower_ones(size: int, dtype, *, strict: bool = False) -> jax.Array:
     return jnp.tril(jnp.ones((size, size), dtype), -1 if strict else 0)
 
 
+@jax.custom_vjp
 def range_sums(log_decay: jax.Array) -> jax.Array:
     """Sums of log-decays over every range of a chunk.
 
-    Each range is added on its own: differences of one running sum would lose the digits of every
-    range that follows a strong decay.
+    Differences of one running sum would lose the digits of every range that follows a strong decay.
+    Each log-decay is cut into multiples of ever finer powers of two, so coarse that all sums of one
+    part are exact; what the last part rounds is below 2^-32. The gradient sums the ranges over a
+    token (`straddling_sums`), for the same reason.
 
     Args:
-      log_decay: [..., C], non-positive.
+      log_decay: [..., C], from `clean_log_decay`.
 
     Returns:
-      [..., C, C] with entry (i, j) = sum of log_decay over j < r <= i, 0 where i <= j.
+      [..., C, C] with entry (i, j) = sum of log_decay over j < r <= i; meaningless where i < j.
     """
-    chunk = log_decay.shape[-1]
-    until = log_decay[..., None, :] * lower_ones(chunk, log_decay.dtype)
-    return contract("...ir,rj->...ij", until, lower_ones(chunk, log_decay.dtype, strict=True))
+    count, dtype = log_decay.shape[-1], log_decay.dtype
+    digits = jnp.finfo(dtype).nmant
+    parts, bound = [], -_ZERO_DECAY
+    while count * bound * 2.0**-digits > 2.0**-32:
+        grid = 2.0 ** math.ceil(math.log2(count * bound) - digits)
+        part = jnp.round(log_decay / grid) * grid
+        log_decay, bound = log_decay - part, grid / 2
+        parts.append(part)
+    ones = lower_ones(count, dtype)
+    prefixes = [contract("...j,ij->...i", part, ones) for part in (*parts, log_decay)]
+    return sum(x[..., :, None] - x[..., None, :] for x in prefixes)
 
 
-def long_range_sums(log_decay: jax.Array) -> jax.Array:
-    """`range_sums` for a chunk so long that C^3 additions are too many: C^2 log C."""
-    ones = lower_ones(log_decay.shape[-1], log_decay.dtype, strict=True)
-    return lax.associative_scan(jnp.add, log_decay[..., :, None] * ones, axis=log_decay.ndim - 1)
+range_sums.defvjp(
+    lambda log_decay: (range_sums(log_decay), None),
+    lambda _, cotangents: (straddling_sums(cotangents),),
+)
 
 
 def straddling_sums(pairs: jax.Array) -> jax.Array:
     """For each t, the sum of pairs[i, j] over i >= t > j: what the decay at t multiplies.
+
+    Tiles that lie wholly on t's left or below it are summed first, so that only a tile's own
+    rows and columns meet t one by one. Nothing is subtracted.
 
     Args:
       pairs: [..., C, C], read strictly below the diagonal only.
@@ -129,9 +145,27 @@ def straddling_sums(pairs: jax.Array) -> jax.Array:
     Returns:
       [..., C].
     """
-    chunk = pairs.shape[-1]
-    before_t = contract("...ij,tj->...it", pairs, lower_ones(chunk, pairs.dtype, strict=True))
-    return jnp.sum(before_t * lower_ones(chunk, pairs.dtype), axis=-2)
+    chunk, batch = pairs.shape[-1], pairs.shape[:-2]
+    width = math.isqrt(chunk - 1) + 1
+    count = -(-chunk // width)
+    pad = count * width - chunk
+    pairs = jnp.where(lower_ones(chunk, bool, strict=True), pairs, 0)
+    pairs = jnp.pad(pairs, [(0, 0)] * len(batch) + [(0, pad), (0, pad)])
+    columns = jnp.sum(pairs.reshape(*batch, count, width, count, width), axis=-3)
+    rows = jnp.sum(pairs.reshape(*batch, count * width, count, width), axis=-1)
+    rows = rows.reshape(*batch, count, width, count)
+    tiles = jnp.sum(rows, axis=-2)
+    block = pairs.reshape(*batch, count, width, count, width)
+    own = jnp.stack([block[..., i, :, i, :] for i in range(count)], axis=-3)
+    below, within = lower_ones(count, pairs.dtype, strict=True), lower_ones(width, pairs.dtype)
+    before = within - jnp.eye(width, dtype=pairs.dtype)
+    # Tile rows I, tile columns J, and t at place s of tile b.
+    whole = contract("...IJ,Ib,bJ->...b", tiles, below, below)
+    left = contract("...IrJ,IJ,rs->...Is", rows, below, within)
+    under = contract("...IJc,IJ,sc->...Js", columns, below, before)
+    inside = contract("...brc,rs,sc->...bs", own, within, before)
+    total = whole[..., None] + left + under + inside
+    return total.reshape(*batch, count * width)[..., :chunk]
 
 
 def suffix_sums(x: jax.Array) -> jax.Array:

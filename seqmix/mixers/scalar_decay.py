@@ -37,10 +37,8 @@ from seqmix.mixers._kernels import PLAIN, Kernel
 from seqmix.mixers._numerics import (
     clean_log_decay,
     contract,
-    long_range_sums,
     operand_dtype,
     prefix_sums_exclusive,
-    range_sums,
     state_dtype,
     straddling_sums,
     suffix_sums,
@@ -103,13 +101,13 @@ def scan(
         static = Static(
             heads, float(scale), chunks.Layout(time, 1, 1, time), kernel, out_dtype, low
         )
-        return _parallel(static, q, k, v, log_decay, state, run, long_range_sums)
+        return _parallel(static, q, k, v, log_decay, state, run)
     chunk = chunk_size or (SECOND_ORDER_CHUNK if kernel.square else DEFAULT_CHUNK)
     cut = chunks.layout(time, chunk, SECOND_ORDER_BLOCK if kernel.square else chunks.BLOCK_TOKENS)
     if impl == "associative":
         cut = chunks.Layout(time, 1, -(-time // cut.chunk), cut.chunk)
         static = Static(heads, float(scale), cut, kernel, out_dtype, low)
-        return _parallel(static, q, k, v, log_decay, state, run, range_sums)
+        return _parallel(static, q, k, v, log_decay, state, run)
     static = Static(heads, float(scale), cut, kernel, out_dtype, low)
     return _chunked(static, q, k, v, log_decay, state, run)
 
@@ -158,14 +156,14 @@ def _time_first(x):
     return jnp.moveaxis(x, 1, 0)
 
 
-def _parallel(static, q, k, v, log_decay, state, run, sums):
+def _parallel(static, q, k, v, log_decay, state, run):
     """All chunks at once; their summaries combined by `lax.associative_scan`: depth log T."""
     heads, _, cut, kernel, out_dtype, low = static
     blocked = [chunks.to_blocks(a, cut)[0] for a in (q, k, v, log_decay)]
     run_blocks = None if run is None else chunks.to_blocks(run, cut, fill_last=True)
     entry = None if run is None else chunks.entry_runs(run_blocks)[0]
     q, k, v, log_decay = chunks.grouped(heads, *blocked)
-    decay = chunks.decays(log_decay, None if run is None else run_blocks[0], entry, sums)
+    decay = chunks.decays(log_decay, None if run is None else run_blocks[0], entry)
     features = kernel.features(k.astype(state.dtype))
     local = contract("bnhjk,bnhrjv->bnhrkv", features, v * decay.exit[..., None], dtype=low)
     first = state.reshape(state.shape[0], 1, heads.keys, heads.values, *state.shape[2:])

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers._chunks import decays
-from seqmix.mixers._numerics import clean_log_decay, long_range_sums
+from seqmix.mixers._numerics import clean_log_decay
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import HeadGates, SegmentIds
 
@@ -41,7 +41,7 @@ def structured_mask(
         run = runs(segment_ids)[:, None]
         entry = jnp.zeros((batch, 1), run.dtype)
     steps = jnp.moveaxis(log_decay, 1, 2)[:, None, :, None]
-    mask = decays(steps, run, entry, long_range_sums).intra[:, 0, :, 0]
+    mask = decays(steps, run, entry).intra[:, 0, :, 0]
     if segment_ids is None:
         return mask
     real = (segment_ids != 0)[:, None]

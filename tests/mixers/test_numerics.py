@@ -62,8 +62,23 @@ def test_range_sums_keep_the_digits_after_a_strong_decay():
     gate = np.full(64, -1e-3)
     gate[3] = -1e4
     got = np.asarray(_numerics.range_sums(jnp.asarray(gate, jnp.float32)))
-    want = np.array([[gate[j + 1 : i + 1].sum() for j in range(64)] for i in range(64)])
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    for i in range(64):
+        want = [gate[j + 1 : i + 1].sum() for j in range(i + 1)]
+        np.testing.assert_allclose(got[i, : i + 1], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64])
+def test_straddling_sums_are_the_gradient_of_range_sums(chunk):
+    rng = np.random.default_rng(0)
+    pairs = rng.normal(size=(3, chunk, chunk)).astype(np.float32)
+    got = _numerics.straddling_sums(jnp.asarray(pairs))
+    lower = np.tril(pairs.astype(np.float64), -1)
+    want = np.stack([lower[:, t:, :t].sum(axis=(1, 2)) for t in range(chunk)], axis=-1)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    gates = -jnp.exp(jnp.asarray(rng.normal(size=(3, chunk)), jnp.float32))
+    weights = jnp.tril(jnp.asarray(pairs))
+    gradient = jax.grad(lambda g: jnp.sum(weights * _numerics.range_sums(g)))(gates)
+    np.testing.assert_allclose(gradient, want, atol=2e-5)
 
 
 def test_no_decay_is_the_delta_rule():

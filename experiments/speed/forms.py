@@ -4,8 +4,9 @@
     python experiments/speed/forms.py --out=results/cpu            # lengths 1k to 64k, small heads
     python experiments/speed/forms.py --out=results/gpu --heads=16 --width=128 --dtype=bfloat16
 
-Writes `forms.json`, `forms.md` (a table) and `forms.png` (log-log) into --out. Each figure is the
-least wall time of several calls of one forward and one backward pass, after compilation.
+Writes `forms.json`, `forms.md` (tables) and `forms.png` (log-log) into --out. Each time is the
+least wall time of several calls of one forward and one backward pass, after compilation, whose time
+is a second table.
 """
 
 import argparse
@@ -53,20 +54,22 @@ MIXERS = {
 }
 
 
-def seconds(mixer, arrays, impl: str, repeats: int) -> float:
-    """Least time of a forward and backward pass."""
+def seconds(mixer, arrays, impl: str, repeats: int) -> tuple[float, float]:
+    """Least time of a forward and backward pass, and the time to compile it."""
 
     def loss(arrays):
         return jnp.sum(jnp.sin(mixer(*arrays, impl=impl)[0].astype(jnp.float32)))
 
-    gradient = jax.jit(jax.grad(loss))
+    start = time.perf_counter()
+    gradient = jax.jit(jax.grad(loss)).lower(arrays).compile()
+    compilation = time.perf_counter() - start
     jax.block_until_ready(gradient(arrays))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(gradient(arrays))
         times.append(time.perf_counter() - start)
-    return min(times)
+    return min(times), compilation
 
 
 def measure(options) -> list[dict]:
@@ -82,17 +85,20 @@ def measure(options) -> list[dict]:
                 continue
             for impl in forms:
                 picked = tuple(arrays[n] for n in arguments)
-                spent = seconds(mixer, picked, impl, options.repeats)
-                rows.append({"mixer": name, "impl": impl, "time": time_steps, "ms": spent * 1e3})
+                spent, compilation = seconds(mixer, picked, impl, options.repeats)
+                row = {"mixer": name, "impl": impl, "time": time_steps, "ms": spent * 1e3}
+                rows.append(row | {"compile_s": compilation})
                 print(
-                    f"{name:18s} {impl:10s} T={time_steps:6d}  {spent * 1e3:10.2f} ms", flush=True
+                    f"{name:18s} {impl:10s} T={time_steps:6d}  {spent * 1e3:10.2f} ms, "
+                    f"compiled in {compilation:5.2f} s",
+                    flush=True,
                 )
     return rows
 
 
-def table(rows: list[dict], lengths: list[int]) -> str:
-    """A Markdown table, one row a form and one column a length."""
-    found = {(r["mixer"], r["impl"], r["time"]): r["ms"] for r in rows}
+def table(rows: list[dict], lengths: list[int], field: str) -> str:
+    """A Markdown table of a field, one row a form and one column a length."""
+    found = {(r["mixer"], r["impl"], r["time"]): r[field] for r in rows}
     lines = ["| mixer | form | " + " | ".join(f"{t:,}" for t in lengths) + " |"]
     lines.append("|---|---|" + "---:|" * len(lengths))
     for mixer, impl in dict.fromkeys((r["mixer"], r["impl"]) for r in rows):
@@ -137,7 +143,8 @@ def main() -> None:
         "rows": rows,
     }
     (options.out / "forms.json").write_text(json.dumps(facts, indent=1) + "\n")
-    text = table(rows, options.lengths)
+    text = table(rows, options.lengths, "ms")
+    text += "\nCompilation, s\n\n" + table(rows, options.lengths, "compile_s")
     head = f"{facts['device']}, {facts['shape']}, jax {facts['jax']}, {facts['date']}; ms\n\n"
     (options.out / "forms.md").write_text(head + text)
     plot(rows, options.out / "forms.png")

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            return _report(f"{error.filename}: {error.strerror}", FAILURE)
         if not _foreseen(error):
             raise
         mistake = isinstance(error, ValueError | FileNotFoundError)
@@ -81,6 +83,6 @@ def _foreseen(error: Exception) -> bool:
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("seqmix.")
 
 
-def _report(error: Exception, code: int) -> int:
+def _report(error: object, code: int) -> int:
     print(f"seqmix: {error}", file=sys.stderr)
     return code

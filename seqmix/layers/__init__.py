@@ -9,7 +9,9 @@ from seqmix.layers import registry as registry
 from seqmix.layers.attention import Attention, AttentionConfig
 from seqmix.layers.based import Based, BasedConfig
 from seqmix.layers.bidirectional import Bidirectional, BidirectionalConfig
+from seqmix.layers.bigbird import BigBird, BigBirdConfig
 from seqmix.layers.delta_net import DeltaNet, DeltaNetCache, DeltaNetConfig
+from seqmix.layers.dsa import DSAConfig, GroupedDSA, LatentDSA
 from seqmix.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache, GatedDeltaNetConfig
 from seqmix.layers.gla import GLA, GLACache, GLAConfig
 from seqmix.layers.hgrn2 import HGRN2, HGRN2Cache, HGRN2Config
@@ -17,17 +19,27 @@ from seqmix.layers.kda import KDA, KDAConfig
 from seqmix.layers.lightning import Lightning, LightningConfig
 from seqmix.layers.linear import BlockLinear, Linear
 from seqmix.layers.linear_attention import LinearAttention, LinearAttentionConfig
+from seqmix.layers.longformer import Longformer, LongformerConfig
 from seqmix.layers.mamba import Mamba, MambaCache, MambaConfig
 from seqmix.layers.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from seqmix.layers.mamba2s import Mamba2S, Mamba2SCache, Mamba2SConfig
 from seqmix.layers.mamba3 import Mamba3, Mamba3Config
 from seqmix.layers.mamba_2nd import Mamba2nd, Mamba2ndCache, Mamba2ndConfig
+from seqmix.layers.mla import MLA, MLAConfig
+from seqmix.layers.moba import MoBA, MoBAConfig
 from seqmix.layers.norms import GatedRMSNorm, GroupNorm, RMSNorm
+from seqmix.layers.nsa import NSA, NSAConfig
 from seqmix.layers.performer import Performer, PerformerConfig, redraw_features
 from seqmix.layers.registry import LayerInfo, get, names, register
 from seqmix.layers.retnet import RetNet, RetNetCache, RetNetConfig
 from seqmix.layers.rg_lru import RGLRU, RGLRUCache, RGLRUConfig
 from seqmix.layers.rotary import rotary
+from seqmix.layers.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    YarnScaling,
+)
 from seqmix.layers.rwkv5 import RWKV5, RWKV5Config
 from seqmix.layers.rwkv6 import RWKV6, RWKV6Config
 from seqmix.layers.rwkv7 import RWKV7, RWKV7Config
@@ -41,6 +53,8 @@ __all__ = [
     "GLA",
     "HGRN2",
     "KDA",
+    "MLA",
+    "NSA",
     "RGLRU",
     "RWKV5",
     "RWKV6",
@@ -53,7 +67,10 @@ __all__ = [
     "BasedConfig",
     "Bidirectional",
     "BidirectionalConfig",
+    "BigBird",
+    "BigBirdConfig",
     "BlockLinear",
+    "DSAConfig",
     "DeltaNet",
     "DeltaNetCache",
     "DeltaNetConfig",
@@ -64,15 +81,22 @@ __all__ = [
     "GatedDeltaNetConfig",
     "GatedRMSNorm",
     "GroupNorm",
+    "GroupedDSA",
     "HGRN2Cache",
     "HGRN2Config",
     "KDAConfig",
+    "LatentDSA",
     "LayerInfo",
     "Lightning",
     "LightningConfig",
     "Linear",
     "LinearAttention",
     "LinearAttentionConfig",
+    "LinearScaling",
+    "Llama3Scaling",
+    "Longformer",
+    "LongformerConfig",
+    "MLAConfig",
     "Mamba",
     "Mamba2",
     "Mamba2Cache",
@@ -87,6 +111,10 @@ __all__ = [
     "Mamba3Config",
     "MambaCache",
     "MambaConfig",
+    "MoBA",
+    "MoBAConfig",
+    "NSAConfig",
+    "NTKScaling",
     "Performer",
     "PerformerConfig",
     "RGLRUCache",
@@ -104,6 +132,7 @@ __all__ = [
     "ShortConvolution",
     "VMamba",
     "VMambaConfig",
+    "YarnScaling",
     "get",
     "names",
     "parameters",

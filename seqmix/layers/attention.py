@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax attention: grouped queries, rotary positions, window, norms on queries and keys."""
+"""Softmax attention: grouped queries, rotary positions, window, norms, gate, sinks, shared keys."""
 
 import dataclasses
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,26 @@ from flax import nnx
 
 from seqmix import config as configs
 from seqmix import mixers
-from seqmix.layers import checks
+from seqmix.layers import checks, kv_sharing
+from seqmix.layers.kv_sharing import SharedKV
 from seqmix.layers.linear import Linear
 from seqmix.layers.norms import RMSNorm
+from seqmix.layers.parameters import NoDecayParam
 from seqmix.layers.registry import LayerInfo, register
-from seqmix.layers.rotary import rotary, rotary_width
+from seqmix.layers.rotary import rotary, rotary_width, token_positions
+from seqmix.layers.rotary_scaling import RotaryScaling
 
 
 @configs.configurable("Attention")
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """Settings of `Attention`.
+
+    Two layers share keys and values when one sets ``share_kv_as`` and a later one ``kv_from``::
+
+        HybridLM.pattern = 'attention, reuse/attention'
+        Attention.share_kv_as = 'pair'
+        reuse/Attention.kv_from = 'pair'
 
     Attributes:
       heads: query heads; default: as many as fill the model width.
@@ -29,11 +39,24 @@ class AttentionConfig:
       head_width: width of a head.
       rotary_fraction: share of the head's channels that RoPE rotates; 0 for no positions at all.
       rotary_base: base of RoPE's wavelengths.
+      rotary_interleaved: neighbouring channels make a pair (GPT-J), otherwise the halves do.
+      rotary_scaling: how RoPE is stretched for longer contexts; default not at all.
       window: keys a query sees, itself included; default all.
-      qk_norm: RMS norm per head on queries and keys, before RoPE (Qwen3).
-      bias: biases on the query, key and value projections (Qwen2); never on the output.
+      qk_norm: RMS norm on queries and keys before RoPE: True for one per head (Qwen3), 'full' for
+        one over the channels of all heads (OLMo 2).
+      zero_centred_norm: those norms multiply by 1 + scale, which starts at 0 (Qwen3-Next).
+      bias: biases on the query, key, value and gate projections (Qwen2).
+      output_bias: bias on the output projection.
+      output_gate: multiply the heads' outputs by the sigmoid of a projection of x, channel by
+        channel (Qwen3-Next).
+      sinks: a learned logit per query head that every token may attend to, without a value
+        (gpt-oss).
+      scale: factor of the logits; default ``head_width**-0.5``.
       logit_softcap: c in c * tanh(logits / c); default none.
       norm_epsilon: epsilon of the norms on queries and keys.
+      share_kv_as: name under which later layers may read this layer's keys and values.
+      kv_from: read those of the nearest layer below that shares them under this name: no key and
+        value projections and no cache. The sharing layer's window must not be shorter.
     """
 
     heads: int | None = None
@@ -41,21 +64,38 @@ class AttentionConfig:
     head_width: int = 64
     rotary_fraction: float = 1.0
     rotary_base: float = 10_000.0
+    rotary_interleaved: bool = False
+    rotary_scaling: RotaryScaling | None = None
     window: int | None = None
-    qk_norm: bool = False
+    qk_norm: bool | Literal["full"] = False
+    zero_centred_norm: bool = False
     bias: bool = False
+    output_bias: bool = False
+    output_gate: bool = False
+    sinks: bool = False
+    scale: float | None = None
     logit_softcap: float | None = None
     norm_epsilon: float = 1e-6
+    share_kv_as: str | None = None
+    kv_from: str | None = None
 
     def __post_init__(self):
         checks.at_least(self, 1, "heads", "kv_heads", "head_width", "window")
-        checks.positive(self, "rotary_base", "logit_softcap", "norm_epsilon")
+        checks.positive(self, "rotary_base", "scale", "logit_softcap", "norm_epsilon")
         try:
-            rotary_width(self.head_width, self.rotary_fraction)
+            width = rotary_width(self.head_width, self.rotary_fraction)
         except ValueError as error:
             raise ValueError(f"Attention.rotary_fraction: {error}") from None
+        if width and self.rotary_scaling is not None:
+            try:
+                self.rotary_scaling.frequencies(width, self.rotary_base)
+            except ValueError as error:
+                raise ValueError(f"Attention.rotary_scaling: {error}") from None
         if self.heads is not None and self.kv_heads is not None:
             checks.multiple(self, "heads", self.heads, "kv_heads", self.kv_heads)
+        if self.zero_centred_norm and not self.qk_norm:
+            raise ValueError("Attention.zero_centred_norm needs qk_norm, got qk_norm = False")
+        kv_sharing.check_names(self)
 
     def head_counts(self, width: int) -> tuple[int, int]:
         """Query heads and key-value heads at this model width.
@@ -68,6 +108,18 @@ class AttentionConfig:
         checks.multiple(self, "heads", heads, "kv_heads", kv_heads)
         return heads, kv_heads
 
+    def connect(self, below: MutableMapping[str, Any], width: int) -> None:
+        """Checks what this layer reads against the layers below it, and adds what it shares.
+
+        Args:
+          below: the sharing layers' configs by name; changed.
+          width: model width.
+
+        Raises:
+          ValueError: no layer below shares what this one reads, or the two do not fit.
+        """
+        kv_sharing.connect(self, below, width)
+
     def flops_per_token(self, width: int, context: float) -> float:
         """Forward FLOPs per token, multiply-add = 2: projections, logits and weighted values.
 
@@ -77,7 +129,10 @@ class AttentionConfig:
             of T tokens. A window's own mean follows from T.
         """
         heads, kv_heads = self.head_counts(width)
-        projections = 2 * width * self.head_width * (2 * heads + 2 * kv_heads)
+        projected = (3 if self.output_gate else 2) * heads
+        if self.kv_from is None:
+            projected += 2 * kv_heads
+        projections = 2 * width * self.head_width * projected
         return projections + 4 * heads * self.head_width * self.mean_keys(context)
 
     def mean_keys(self, context: float) -> float:
@@ -88,7 +143,9 @@ class AttentionConfig:
         return self.window - self.window * (self.window - 1) / (2 * time)
 
     def cache_bytes(self, width: int, context: int, dtype: Any) -> int:
-        """Bytes per sequence of a KV cache for ``context`` tokens in the compute dtype."""
+        """Bytes per sequence of a KV cache for ``context`` tokens; 0 where it is another's."""
+        if self.kv_from is not None:
+            return 0
         _, kv_heads = self.head_counts(width)
         slots = context if self.window is None else min(context, self.window)
         shape = (2, slots, kv_heads, self.head_width)
@@ -97,7 +154,11 @@ class AttentionConfig:
 
 @register("attention", AttentionConfig)
 class Attention(nnx.Module):
-    """Causal multi-head attention (arXiv 1706.03762) with grouped queries (arXiv 2305.13245)."""
+    """Causal multi-head attention (arXiv 1706.03762) with grouped queries (arXiv 2305.13245).
+
+    Output gate: arXiv 2505.06708, one gate per channel of every head. A published checkpoint of
+    Qwen3-Next holds query and gate of a head side by side in one projection; here they are two.
+    """
 
     def __init__(
         self,
@@ -111,22 +172,41 @@ class Attention(nnx.Module):
     ):
         heads, kv_heads = config.head_counts(width)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        size = config.head_width
 
         def projection(count: int) -> Linear:
-            outputs = count * config.head_width
-            return Linear(width, outputs, bias=config.bias, rngs=rngs, **dtypes)
+            return Linear(width, count * size, bias=config.bias, rngs=rngs, **dtypes)
 
-        self.query, self.key, self.value = (projection(n) for n in (heads, kv_heads, kv_heads))
+        def norm(count: int) -> RMSNorm | None:
+            if not config.qk_norm:
+                return None
+            return RMSNorm(
+                count * size if config.qk_norm == "full" else size,
+                epsilon=config.norm_epsilon,
+                zero_centred=config.zero_centred_norm,
+                **dtypes,
+            )
+
+        own = config.kv_from is None
+        self.query = projection(heads)
+        self.key = projection(kv_heads) if own else None
+        self.value = projection(kv_heads) if own else None
         self.output = Linear(
-            heads * config.head_width, width, scale=layer.residual_scale, rngs=rngs, **dtypes
+            heads * size,
+            width,
+            bias=config.output_bias,
+            scale=layer.residual_scale,
+            rngs=rngs,
+            **dtypes,
         )
-        norm = {"epsilon": config.norm_epsilon, **dtypes}
-        self.query_norm = RMSNorm(config.head_width, **norm) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_width, **norm) if config.qk_norm else None
-        self.rotary_width = rotary_width(config.head_width, config.rotary_fraction)
+        self.gate = projection(heads) if config.output_gate else None
+        self.query_norm = norm(heads)
+        self.key_norm = norm(kv_heads) if own else None
+        self.sinks = NoDecayParam(jnp.zeros((heads,), param_dtype)) if config.sinks else None
         self.config = config
         self.heads, self.kv_heads = heads, kv_heads
         self.dtype = jnp.dtype(dtype)
+        self.shared_name = kv_sharing.name_of(config)
 
     def __call__(
         self,
@@ -134,8 +214,9 @@ class Attention(nnx.Module):
         *,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
-        cache: mixers.KVCache | None = None,
-    ) -> tuple[jax.Array, mixers.KVCache | None]:
+        cache: mixers.KVCache | tuple[()] | None = None,
+        shared: SharedKV | None = None,
+    ):
         """Mixes over time.
 
         Args:
@@ -143,39 +224,95 @@ class Attention(nnx.Module):
           segment_ids: [B, T] int32, 0 = padding; None: all one segment.
           positions: [B, T] int32 for RoPE; None: counted per document, from the cache's length.
           cache: what `init_cache` or an earlier call gave; None: no cache.
+          shared: keys and values of the layer below that shares them.
 
         Returns:
-          y [B, T, D] in the compute dtype, and the cache after these tokens (None without one).
+          y [B, T, D] in the compute dtype, the cache after these tokens (None without one), and,
+          where ``shared`` was given, what the layers above get.
+
+        Raises:
+          ValueError: the layer reads another's keys and values, and ``shared`` is None.
         """
-        batch, time, _ = x.shape
-        query, key, value = (
-            project(x).reshape(batch, time, -1, self.config.head_width)
-            for project in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary_width:
-            if positions is None:
-                ids = jnp.ones((batch, time), jnp.int32) if segment_ids is None else segment_ids
-                start = None if cache is None else cache.length
-                positions = mixers.segment_positions(ids, start)
-            rotate = {"width": self.rotary_width, "base": self.config.rotary_base}
-            query, key = (rotary(z, positions, **rotate) for z in (query, key))
+        reads = self.config.kv_from is not None
+        if reads and shared is None:
+            raise ValueError(
+                f"Attention.kv_from = {self.config.kv_from!r} needs `shared`, the keys and values "
+                "of another layer"
+            )
+        held = shared.cache if reads else cache
+        if positions is None:
+            positions = token_positions(x, segment_ids, None if held is None else held.length)
+        query = self._heads(x, self.query, self.query_norm, positions)
+        if reads:
+            key, value = shared.key, shared.value
+        else:
+            key = self._heads(x, self.key, self.key_norm, positions)
+            value = self._split(self.value(x))
         out, state = mixers.attention(
             query,
             key,
             value,
             window=self.config.window,
             logit_softcap=self.config.logit_softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            scale=self.config.scale,
             segment_ids=segment_ids,
-            initial_state=cache,
-            capacity=None if cache is None else cache.key.shape[1],
+            initial_state=held,
+            capacity=None if held is None else held.key.shape[1],
         )
-        y = self.output(out.reshape(batch, time, -1))
-        return y, None if cache is None else state
+        y = self._finish(x, out, segment_ids)
+        after = cache if reads or cache is None else state
+        if shared is None:
+            return y, after
+        return y, after, shared if reads else SharedKV(key, value, cache)
 
-    def init_cache(self, batch: int, capacity: int) -> mixers.KVCache:
-        """An empty cache for ``capacity`` tokens, or a ring of the window if that is smaller."""
+    def _heads(
+        self, x: jax.Array, project: Linear, norm: RMSNorm | None, positions: jax.Array
+    ) -> jax.Array:
+        """Queries or keys [B, T, H, K]: projected, normalised and rotated."""
+        config, y = self.config, project(x)
+        if config.qk_norm == "full":
+            y = norm(y)
+        y = self._split(y)
+        if config.qk_norm is True:
+            y = norm(y)
+        return rotary(
+            y,
+            positions,
+            width=rotary_width(config.head_width, config.rotary_fraction),
+            base=config.rotary_base,
+            interleaved=config.rotary_interleaved,
+            scaling=config.rotary_scaling,
+        )
+
+    def _finish(self, x: jax.Array, out: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """[B, T, D] from the heads' outputs [B, T, H, K]: gate and output projection."""
+        out = out.reshape(*x.shape[:2], -1)
+        if self.gate is not None:
+            gate = jax.nn.sigmoid(self.gate(x, out_dtype=jnp.float32))
+            out = (out.astype(jnp.float32) * gate).astype(self.dtype)
+        y = self.output(out)
+        if segment_ids is not None and self.output.bias is not None:
+            y = jnp.where((segment_ids != 0)[..., None], y, 0)
+        return y
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1, self.config.head_width)
+
+    def init_shared(self, batch: int, time: int, cache: mixers.KVCache | None) -> SharedKV | None:
+        """What `shared` looks like for this layer and those that read it; None if it only reads."""
+        if self.config.kv_from is not None:
+            return None
+        empty = jnp.zeros((batch, time, self.kv_heads, self.config.head_width), self.dtype)
+        return SharedKV(empty, empty, jax.tree.map(jnp.zeros_like, cache))
+
+    def init_cache(self, batch: int, capacity: int) -> mixers.KVCache | tuple[()]:
+        """An empty cache for ``capacity`` tokens, or a ring of the window if that is smaller.
+
+        A layer that reads another's keys and values has none: an empty tuple.
+        """
+        if self.config.kv_from is not None:
+            return ()
         return mixers.init_kv_cache(
             batch,
             capacity,

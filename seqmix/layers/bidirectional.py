@@ -15,7 +15,7 @@ from seqmix.layers import registry
 from seqmix.layers.linear import Linear
 from seqmix.layers.registry import LayerInfo, register
 
-_NOT_RECURRENT = ("attention", "bidirectional", "vmamba")
+NOT_RECURRENT = ("attention", "bidirectional", "bigbird", "longformer", "mla", "vmamba")
 
 
 @configs.configurable("Bidirectional")
@@ -63,7 +63,7 @@ class BidirectionalConfig:
 
 
 def _inner(name: str) -> registry.Entry:
-    if name in _NOT_RECURRENT:
+    if name in NOT_RECURRENT:
         raise ValueError(f"Bidirectional.inner must be a recurrent layer, got {name!r}")
     return registry.get(name)
 

@@ -58,6 +58,18 @@ def derived_heads(config: Any, width: int) -> int:
     return width // config.head_width
 
 
+def grouped_heads(config: Any, width: int) -> tuple[int, int]:
+    """Query heads and key-value heads at this model width; ``config.kv_heads`` None: equally many.
+
+    Raises:
+      ValueError: the heads do not fill the width or do not group.
+    """
+    heads = derived_heads(config, width)
+    kv_heads = heads if config.kv_heads is None else config.kv_heads
+    multiple(config, "heads", heads, "kv_heads", kv_heads)
+    return heads, kv_heads
+
+
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize

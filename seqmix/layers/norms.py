@@ -33,17 +33,28 @@ class RMSNorm(nnx.Module):
     """RMS norm over the last axis with a learned scale (arXiv 1910.07467), float32 inside.
 
     Attributes:
-      scale: [width], starts at one.
+      scale: [width], starts at one; zero-centred norms multiply by 1 + scale, which starts at zero.
     """
 
-    def __init__(self, width: int, *, epsilon: float = 1e-6, dtype: Any, param_dtype: Any):
-        self.scale = NoDecayParam(jnp.ones((width,), param_dtype))
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-6,
+        zero_centred: bool = False,
+        dtype: Any,
+        param_dtype: Any,
+    ):
+        initial = jnp.zeros if zero_centred else jnp.ones
+        self.scale = NoDecayParam(initial((width,), param_dtype))
+        self.zero_centred = zero_centred
         self.epsilon = epsilon
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] of any dtype to [..., width] in the compute dtype."""
-        y = rms_normalise(x, self.epsilon) * self.scale[...].astype(jnp.float32)
+        scale = self.scale[...].astype(jnp.float32)
+        y = rms_normalise(x, self.epsilon) * (1.0 + scale if self.zero_centred else scale)
         return y.astype(self.dtype)
 
 

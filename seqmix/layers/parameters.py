@@ -11,7 +11,7 @@ The kind is the Variable's type, so it survives stacking over layers, splitting 
 | ``HeadParam`` | untied output head [D, vocabulary] | yes | no | yes |
 | ``NoDecayParam`` | norm scales, biases | no | no | yes |
 | ``Float32Param`` | A_log, dt_bias, D | no | no | never |
-| ``Buffer`` | fixed slopes, random projections | not trained | not trained | never |
+| ``Buffer`` | fixed slopes, biases of experts' choice | not trained | not trained | never |
 
 Embeddings are left out of the decay because it shrinks them, and with them the input of the first
 norm, whose gradient then grows (OLMo 2, arXiv 2501.00656, section 3.3).
@@ -34,7 +34,11 @@ class Float32Param(NoDecayParam):
 
 
 class Buffer(nnx.Variable):
-    """Fixed numbers of a layer, such as the slopes of its heads: no parameter, always float32."""
+    """Numbers of a layer that no gradient trains, always float32.
+
+    Most are fixed, such as the slopes of heads; a step may change others by a rule of the layer's
+    (`seqmix.models.MoE.finish_step`).
+    """
 
 
 class ConvolutionParam(nnx.Param):

@@ -18,14 +18,14 @@ class LayerInfo:
       index: position from the bottom; under a scanned stack, where the layers of one position share
         their code, the position inside the period.
       count: number of layers of the model.
-      branches: residual branches of a layer (2 with a feed-forward part, 1 without).
+      branches: residual branches of a layer (2 with a feed-forward part, 1 without), on average.
       below: number of layers below, for initial values that depend on depth; while a scanned stack
         is built it is a traced integer, so nothing but arrays may depend on it. Default: `index`.
     """
 
     index: int = 0
     count: int = 1
-    branches: int = 2
+    branches: float = 2
     below: Any = None
 
     def __post_init__(self):
@@ -59,12 +59,19 @@ def register(name: str, config: type) -> Callable[[type], type]:
     ``init_cache(batch, capacity)``; the config class has ``flops_per_token(width, context)`` and
     ``cache_bytes(width, context, dtype)``.
 
-    The config class of a layer that reads later tokens has ``causal = False``: such layers suit
-    encoders, and training on next tokens refuses them.
+    The config of a layer that reads later tokens has ``causal = False``, as a class or as one of
+    its settings: such layers suit encoders, and training on next tokens refuses them.
 
-    A layer that hands something to later layers of its class (RWKV-7: the values of the first) has
-    a `shared_name` and `init_shared(batch, time)`, takes ``shared`` in the call and returns it as
-    a third result.
+    A layer that hands something to later layers of its class (RWKV-7: the values of the first;
+    attention: keys, values and cache) has a `shared_name`, not None, and
+    `init_shared(batch, time, cache)`, which gives what the lowest such layer gets (None from a
+    layer that only reads). It takes ``shared`` in the call and returns it as a third result. Where
+    a layer needs another below, its config class has ``connect(below, width)``, which raises
+    without it; the model calls it from the bottom up with one dictionary.
+
+    A layer with losses of its own has `auxiliary_names`, the metrics that it logs. Where it is
+    called with ``auxiliary=True``, as in training and evaluation, an `Auxiliary` is its last
+    result; otherwise it computes none.
 
     Args:
       name: snake case, as written in patterns.

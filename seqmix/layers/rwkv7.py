@@ -213,8 +213,8 @@ class RWKV7(nnx.Module):
         hidden = hidden if activation is None else activation(hidden)
         return product(hidden, up.astype(self.dtype), jnp.float32)
 
-    def init_shared(self, batch: int, time: int) -> tuple[jax.Array, jax.Array]:
-        """What the lowest layer of the class gets as `shared`."""
+    def init_shared(self, batch: int, time: int, cache: Any) -> tuple[jax.Array, jax.Array]:
+        """What the lowest layer of the class gets as `shared`, whatever its cache."""
         inner = self.heads * self.config.head_width
         return jnp.zeros((batch, time, inner), self.dtype), jnp.zeros((), bool)
 

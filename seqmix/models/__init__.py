@@ -7,6 +7,7 @@ from seqmix.models.convert import stack, stack_paths, unstack, unstack_paths
 from seqmix.models.feed_forward import FeedForward, FeedForwardConfig
 from seqmix.models.inspection import LayerRow, Report, inspect, parameter_count
 from seqmix.models.language_model import HybridCache, HybridLM
+from seqmix.models.moe import MoE, MoEConfig
 from seqmix.models.pattern import Element, PatternError, Plan, expand, parse
 from seqmix.models.stack import Stack, StackCache
 
@@ -19,6 +20,8 @@ __all__ = [
     "HybridLM",
     "HybridLMConfig",
     "LayerRow",
+    "MoE",
+    "MoEConfig",
     "PatternError",
     "Plan",
     "Report",

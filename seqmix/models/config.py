@@ -11,9 +11,14 @@ from seqmix import config as configs
 from seqmix.layers import registry
 from seqmix.layers.checks import at_least, positive
 from seqmix.models.feed_forward import FeedForwardConfig
+from seqmix.models.moe import MoEConfig
 from seqmix.models.pattern import Element, Plan, expand, parse
 
 DType = Literal["float32", "bfloat16"]
+
+# Feed-forward parts by their name in patterns; 'none' is a layer without one.
+FEED_FORWARDS: dict[str, type] = {"feed_forward": FeedForwardConfig, "moe": MoEConfig}
+_NONE = "none"
 
 
 @configs.configurable("HybridLM")
@@ -28,10 +33,11 @@ class HybridLMConfig:
       pattern: layers of one period, repeated; see `seqmix.models.pattern`.
       leading: pattern of the first layers, once.
       trailing: pattern of the last layers, once.
-      mixers: config of each element of the patterns, by its text ('attention',
-        'local/attention'). Elements not given take their class's defaults; from gin they are filled
-        from the layers' own names and scopes.
-      feed_forward: settings of the SwiGLU part of every block; None for blocks without one.
+      mixers: config of each mixer and feed-forward part that the patterns name, by its text
+        ('attention', 'local/attention', 'moe'). Those not given take their class's defaults; from
+        gin they are filled from the layers' own names and scopes.
+      feed_forward: feed-forward part of the layers whose pattern names none, @FeedForward() or
+        @MoE(); None for layers without one.
       tied: the head is the transposed embedding.
       embedding_std: standard deviation of embedding and head at initialisation; default
         ``0.4 / sqrt(width)``. The head reads a hidden state of unit mean square, so logits then
@@ -54,7 +60,9 @@ class HybridLMConfig:
     leading: str = ""
     trailing: str = ""
     mixers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    feed_forward: FeedForwardConfig | None = dataclasses.field(default_factory=FeedForwardConfig)
+    feed_forward: FeedForwardConfig | MoEConfig | None = dataclasses.field(
+        default_factory=FeedForwardConfig
+    )
     tied: bool = True
     embedding_std: float | None = None
     norm_epsilon: float = 1e-6
@@ -67,8 +75,8 @@ class HybridLMConfig:
     def __post_init__(self):
         at_least(self, 1, "vocabulary", "width", "layers")
         positive(self, "embedding_std", "norm_epsilon")
-        elements = _elements(self.leading, self.pattern, self.trailing)
-        known = {str(element): registry.get(element.name).config for element in elements}
+        parts = _parts(self.leading, self.pattern, self.trailing)
+        known = {part.key: _config_of(part) for part in parts}
         for key, value in self.mixers.items():
             if key not in known:
                 raise ValueError(
@@ -81,24 +89,39 @@ class HybridLMConfig:
                     f"got {type(value).__name__}"
                 )
         filled = {key: self.mixers.get(key, None) or config() for key, config in known.items()}
+        for key, config in FEED_FORWARDS.items():
+            # By the name that it has in gin, this is the same part.
+            if key in known and key not in self.mixers and type(self.feed_forward) is config:
+                filled[key] = self.feed_forward
         # Frozen, so that the config hashes: modules keep it as a static attribute.
         object.__setattr__(self, "mixers", FrozenDict(filled))
         self.plan()
         for mixer in filled.values():
-            mixer.flops_per_token(self.width, 1.0)  # raises where its sizes do not fit the width
+            if type(mixer) not in FEED_FORWARDS.values():
+                mixer.flops_per_token(self.width, 1.0)  # raises where its sizes do not fit
+        self._connect()
+
+    def _connect(self) -> None:
+        """Raises where a layer reads what no layer below it shares."""
+        below: dict[str, Any] = {}
+        for index, element in enumerate(self.plan().elements):
+            connect = getattr(self.mixer(element), "connect", None)
+            if connect is None:
+                continue
+            try:
+                connect(below, self.width)
+            except ValueError as error:
+                raise ValueError(
+                    f"HybridLM.pattern, layer {index} ('{element}'): {error}"
+                ) from None
 
     @classmethod
     def gin_children(cls, values: Mapping[str, Any]) -> Iterable[configs.Child]:
         """The configs of the pattern's elements, under their scopes."""
-        elements = _elements(*(values[name] for name in ("leading", "pattern", "trailing")))
+        parts = _parts(*(values[name] for name in ("leading", "pattern", "trailing")))
         return [
-            configs.Child(
-                field="mixers",
-                key=str(element),
-                config=registry.get(element.name).config,
-                scope=element.scope,
-            )
-            for element in elements
+            configs.Child(field="mixers", key=part.key, config=_config_of(part), scope=part.scope)
+            for part in parts
         ]
 
     def plan(self) -> Plan:
@@ -106,8 +129,27 @@ class HybridLMConfig:
         return expand(self.pattern, self.layers, self.leading, self.trailing)
 
     def mixer(self, element: Element) -> Any:
-        """The config of one element of the patterns."""
-        return self.mixers[str(element)]
+        """The config of the mixer of one element of the patterns, None for a layer without one."""
+        return None if element.name in FEED_FORWARDS else self.mixers[element.key]
+
+    def feed_forward_of(self, element: Element) -> FeedForwardConfig | MoEConfig | None:
+        """The config of the feed-forward part of one element, None for a layer without one."""
+        part = element if element.name in FEED_FORWARDS else element.feed_forward
+        if part is None:
+            return self.feed_forward
+        return None if part.name == _NONE else self.mixers[part.key]
+
+    @property
+    def branches(self) -> int:
+        """Residual branches of all layers: mixers and feed-forward parts."""
+        parts = [(self.mixer(e), self.feed_forward_of(e)) for e in self.plan().elements]
+        return sum(part is not None for pair in parts for part in pair)
+
+    @property
+    def inactive_parameters(self) -> int:
+        """Parameters that a token does not use: those of experts that it does not go to."""
+        parts = map(self.feed_forward_of, self.plan().elements)
+        return sum(part.inactive_parameters(self.width) for part in parts if part is not None)
 
     def flops_per_token(self, context: float) -> float:
         """Forward FLOPs per token: layers, feed-forward parts and head; a training step takes 3x.
@@ -121,22 +163,48 @@ class HybridLMConfig:
             of T tokens.
         """
         total = 2.0 * self.width * self.vocabulary
-        for element in self.plan().elements:
-            total += self.mixer(element).flops_per_token(self.width, context)
-            if self.feed_forward is not None:
-                total += self.feed_forward.flops_per_token(self.width)
-        return total
+        return total + sum(self.layer_flops(e, context) for e in self.plan().elements)
+
+    def layer_flops(self, element: Element, context: float) -> float:
+        """Forward FLOPs per token of one layer; see `flops_per_token`."""
+        mixer, part = self.mixer(element), self.feed_forward_of(element)
+        total = 0.0 if mixer is None else mixer.flops_per_token(self.width, context)
+        return total if part is None else total + part.flops_per_token(self.width)
 
     def cache_bytes(self, context: int) -> int:
         """Bytes per sequence of the decode cache for ``context`` tokens: states, KV, positions."""
         position = 4
-        return position + sum(
-            self.mixer(element).cache_bytes(self.width, context, self.dtype)
-            for element in self.plan().elements
-        )
+        return position + sum(self.layer_cache_bytes(e, context) for e in self.plan().elements)
+
+    def layer_cache_bytes(self, element: Element, context: int) -> int:
+        """Bytes per sequence of the decode cache of one layer."""
+        mixer = self.mixer(element)
+        return 0 if mixer is None else mixer.cache_bytes(self.width, context, self.dtype)
 
 
-def _elements(*patterns: str) -> tuple[Element, ...]:
-    """The distinct elements of some patterns, in order."""
-    found = [element for pattern in patterns if pattern.strip() for element in parse(pattern)]
+def _parts(*patterns: str) -> tuple[Element, ...]:
+    """The distinct mixers and feed-forward parts that some patterns name, in order.
+
+    Raises:
+      ValueError: what is right of a '+' is no feed-forward part, or what is left of it is one.
+    """
+    elements = [element for pattern in patterns if pattern.strip() for element in parse(pattern)]
+    found: list[Element] = []
+    for element in elements:
+        found.append(dataclasses.replace(element, feed_forward=None))
+        part = element.feed_forward
+        if part is None:
+            continue
+        if element.name in FEED_FORWARDS:
+            raise ValueError(f"'{element}': only a mixer takes a feed-forward part, after a '+'")
+        if part.name not in FEED_FORWARDS and str(part) != _NONE:
+            known = ", ".join((*FEED_FORWARDS, _NONE))
+            raise ValueError(f"unknown feed-forward part '{part}' in '{element}'; known: {known}")
+        if part.name != _NONE:
+            found.append(part)
     return tuple(dict.fromkeys(found))
+
+
+def _config_of(part: Element) -> type:
+    """The config class of a mixer or a feed-forward part."""
+    return FEED_FORWARDS.get(part.name) or registry.get(part.name).config

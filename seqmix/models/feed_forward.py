@@ -1,15 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU feed-forward part of a block (arXiv 2002.05202)."""
+"""Dense feed-forward part of a block: SwiGLU and its relatives (arXiv 2002.05202)."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from seqmix import config as configs
 from seqmix.layers import LayerInfo, Linear
 from seqmix.layers.checks import at_least
+
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def activation(name: ActivationName) -> Callable[[jax.Array], jax.Array]:
+    """The function of that name: SiLU, GELU by the error function or by tanh, squared ReLU."""
+    return _ACTIVATIONS[name]
+
+
+def default_hidden(width: int, multiple_of: int, *, gated: bool) -> int:
+    """Hidden width with the parameters of two matrices four times as wide, rounded up."""
+    factor, matrices = (8, 3) if gated else (8, 2)
+    return -(-factor * width // (matrices * multiple_of)) * multiple_of
 
 
 @configs.configurable("FeedForward")
@@ -18,13 +41,21 @@ class FeedForwardConfig:
     """Settings of `FeedForward`.
 
     Attributes:
-      hidden: hidden width; default 8/3 of the model width, rounded up to a multiple of
-        ``multiple_of``: as many parameters as a plain two-matrix network four times as wide.
+      hidden: hidden width; default 8/3 of the model width (4 times it without a gate), rounded up
+        to a multiple of ``multiple_of``: as many parameters as a plain two-matrix network four
+        times as wide.
       multiple_of: see ``hidden``; multiples of 64 suit matrix units.
+      activation: 'silu', 'gelu' (by the error function), 'gelu_tanh' or 'relu2' (squared ReLU).
+      gated: the activation gates a second projection (SwiGLU, GeGLU); otherwise it is applied to
+        the only one, as in Nemotron-H with 'relu2'.
+      bias: biases on all projections.
     """
 
     hidden: int | None = None
     multiple_of: int = 64
+    activation: ActivationName = "silu"
+    gated: bool = True
+    bias: bool = False
 
     def __post_init__(self):
         at_least(self, 1, "hidden", "multiple_of")
@@ -33,15 +64,20 @@ class FeedForwardConfig:
         """Hidden width at this model width."""
         if self.hidden is not None:
             return self.hidden
-        return -(-8 * width // (3 * self.multiple_of)) * self.multiple_of
+        return default_hidden(width, self.multiple_of, gated=self.gated)
 
     def flops_per_token(self, width: int) -> float:
-        """Forward FLOPs per token of the three products, multiply-add = 2."""
-        return 6 * width * self.hidden_width(width)
+        """Forward FLOPs per token of the products, multiply-add = 2."""
+        return (6 if self.gated else 4) * width * self.hidden_width(width)
+
+    def inactive_parameters(self, width: int) -> int:
+        """Parameters that a token does not use: none."""
+        del width
+        return 0
 
 
 class FeedForward(nnx.Module):
-    """y = (silu(x W_gate) * x W_up) W_down, no biases."""
+    """y = (activation(x W_gate) * x W_up) W_down; without a gate y = activation(x W_up) W_down."""
 
     def __init__(
         self,
@@ -54,11 +90,15 @@ class FeedForward(nnx.Module):
         rngs: nnx.Rngs,
     ):
         hidden = config.hidden_width(width)
-        common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate = Linear(width, hidden, **common)
+        common = {"bias": config.bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate = Linear(width, hidden, **common) if config.gated else None
         self.up = Linear(width, hidden, **common)
         self.down = Linear(hidden, width, scale=layer.residual_scale, **common)
+        self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] to [..., D] in the compute dtype."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        function = activation(self.activation)
+        if self.gate is None:
+            return self.down(function(self.up(x)))
+        return self.down(function(self.gate(x)) * self.up(x))

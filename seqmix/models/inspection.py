@@ -26,6 +26,7 @@ class LayerRow:
       index: position from the bottom.
       element: the pattern's text for it, such as 'local/attention'.
       parameters: number of parameters, norms and feed-forward part included.
+      active: those that a token uses: without the experts that it does not go to.
       flops: forward FLOPs per token.
       cache_bytes: bytes per sequence at each of the report's contexts.
     """
@@ -33,6 +34,7 @@ class LayerRow:
     index: int
     element: str
     parameters: int
+    active: int
     flops: float
     cache_bytes: tuple[int, ...]
 
@@ -47,6 +49,7 @@ class Report:
       head_parameters: of an untied head, else 0.
       norm_parameters: of the output norm.
       parameters: of the whole model.
+      active: those that a token uses, embedding and head included.
       head_flops: forward FLOPs per token of the head.
       flops: forward FLOPs per token of the whole model at ``sequence_length``.
       sequence_length: tokens per row that FLOPs are counted for.
@@ -59,6 +62,7 @@ class Report:
     head_parameters: int
     norm_parameters: int
     parameters: int
+    active: int
     head_flops: float
     flops: float
     sequence_length: int
@@ -73,16 +77,29 @@ class Report:
     def render(self) -> Group:
         """The report as tables for `rich.print`."""
         layers = Table(title=f"Layers (FLOPs at {self.sequence_length} tokens per row)")
-        for column in ("layer", "mixer", "parameters", "FLOPs per token"):
+        sparse = self.active < self.parameters
+        for column in ("layer", "mixer", "parameters", *(["active"] * sparse), "FLOPs per token"):
             layers.add_column(column, justify="left" if column == "mixer" else "right")
-        layers.add_row("", "embedding", f"{self.embedding_parameters:,}", "0")
+
+        def add(index: str, name: str, total: str, active: str, flops: str, **options: bool):
+            layers.add_row(index, name, total, *([active] * sparse), flops, **options)
+
+        count = f"{self.embedding_parameters:,}"
+        add("", "embedding", count, count, "0")
         for row in self.layers:
-            layers.add_row(str(row.index), row.element, f"{row.parameters:,}", _si(row.flops))
+            add(
+                str(row.index),
+                row.element,
+                f"{row.parameters:,}",
+                f"{row.active:,}",
+                _si(row.flops),
+            )
         head = f"{self.head_parameters:,}" if self.head_parameters else "tied"
-        layers.add_row("", "norm", f"{self.norm_parameters:,}", "not counted")
-        layers.add_row("", "head", head, _si(self.head_flops), end_section=True)
-        layers.add_row("", "total, forward", f"{self.parameters:,}", _si(self.flops))
-        layers.add_row("", "training step", "", _si(self.training_flops))
+        count = f"{self.norm_parameters:,}"
+        add("", "norm", count, count, "not counted")
+        add("", "head", head, head, _si(self.head_flops), end_section=True)
+        add("", "total, forward", f"{self.parameters:,}", f"{self.active:,}", _si(self.flops))
+        add("", "training step", "", "", _si(self.training_flops))
 
         cache = Table(title="State and KV bytes per sequence by context length")
         cache.add_column("mixer")
@@ -148,19 +165,19 @@ def inspect(
     context = (sequence_length + 1) / 2
     rows = []
     for index, element in enumerate(config.plan().elements):
-        mixer = config.mixer(element)
-        flops = mixer.flops_per_token(config.width, context)
-        if config.feed_forward is not None:
-            flops += config.feed_forward.flops_per_token(config.width)
-        cache = tuple(mixer.cache_bytes(config.width, c, config.dtype) for c in contexts)
+        part = config.feed_forward_of(element)
+        flops = config.layer_flops(element, context)
+        cache = tuple(config.layer_cache_bytes(element, c) for c in contexts)
         parameters = parameter_count(model.stack.leading[index])
-        rows.append(LayerRow(index, str(element), parameters, flops, cache))
+        active = parameters - (0 if part is None else part.inactive_parameters(config.width))
+        rows.append(LayerRow(index, str(element), parameters, active, flops, cache))
     return Report(
         layers=tuple(rows),
         embedding_parameters=parameter_count(model.embedding),
         head_parameters=0 if model.head is None else parameter_count(model.head),
         norm_parameters=parameter_count(model.norm),
         parameters=parameter_count(model),
+        active=parameter_count(model) - config.inactive_parameters,
         head_flops=2.0 * config.width * config.vocabulary,
         flops=config.flops_per_token(context),
         sequence_length=sequence_length,

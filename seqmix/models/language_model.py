@@ -9,6 +9,7 @@ from flax import nnx
 
 from seqmix import mixers
 from seqmix.layers import RMSNorm
+from seqmix.layers.auxiliary import Auxiliary
 from seqmix.layers.linear import product
 from seqmix.layers.parameters import EmbeddingParam, HeadParam
 from seqmix.models.config import HybridLMConfig
@@ -99,6 +100,25 @@ class HybridLM(nnx.Module):
         Raises:
           ValueError: tokens, segment_ids or positions of a wrong shape or dtype.
         """
+        hidden, cache, _ = self._run(tokens, segment_ids, positions, cache, auxiliary=False)
+        return hidden, cache
+
+    def hidden_and_auxiliary(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, Auxiliary | None]:
+        """`hidden` without a cache, and the layers' own losses and metrics, for training.
+
+        Returns:
+          [B, T, D] in the compute dtype, and sums over the real tokens (None where no layer has
+          losses of its own).
+        """
+        hidden, _, auxiliary = self._run(tokens, segment_ids, positions, None, auxiliary=True)
+        return hidden, auxiliary
+
+    def _run(self, tokens, segment_ids, positions, cache, *, auxiliary: bool):
         _check_ids("tokens", tokens, None)
         for name, ids in (("segment_ids", segment_ids), ("positions", positions)):
             if ids is not None:
@@ -114,16 +134,26 @@ class HybridLM(nnx.Module):
         x = x.astype(self.config.residual_dtype)
         if segment_ids is not None:
             x = jnp.where((segment_ids != 0)[..., None], x, 0)
-        x, layers = self.stack(
+        x, layers, sums = self.stack(
             x,
             segment_ids=segment_ids,
             positions=positions,
             cache=None if cache is None else cache.layers,
+            auxiliary=auxiliary,
         )
         x = self.norm(x)
-        if cache is None:
-            return x, None
-        return x, HybridCache(_next_position(ids, positions, cache.position), layers)
+        if cache is not None:
+            cache = HybridCache(_next_position(ids, positions, cache.position), layers)
+        return x, cache, sums
+
+    @property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """Metrics that the layers report in training; empty where none has losses of its own."""
+        return self.stack.auxiliary_names
+
+    def finish_step(self) -> None:
+        """Ends a training step: experts' selection biases follow the load that it counted."""
+        self.stack.finish_step()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] hidden states to [..., vocabulary] float32 logits."""

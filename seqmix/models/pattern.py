@@ -5,37 +5,50 @@ Grammar::
 
     pattern = item { "," item }
     item    = [ count ] element
-    element = { scope "/" } name
+    element = part [ "+" part ]
+    part    = { scope "/" } name
 
 ``'3 gated_delta_net, attention'`` is three Gated DeltaNet layers and one attention layer, repeated
 over the model. A scope gives an element settings of its own: ``'local/attention, attention'`` with
 ``local/Attention.window = 256``.
+
+A layer is a mixer and the model's feed-forward part (`HybridLM.feed_forward`). ``+`` gives it
+another, as in ``'mamba, mamba + moe'``: ``feed_forward``, ``moe``, with a scope
+(``'mla + first/feed_forward'``) or without, or ``none``. The name of such a part alone is a layer
+without a mixer: ``'mamba2 + none, feed_forward'``.
 """
 
 import dataclasses
 import re
 
-_TOKEN = re.compile(r"\s*(?:(?P<count>\d+)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[,/])|(?P<bad>\S))")
+_TOKEN = re.compile(r"\s*(?:(?P<count>\d+)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[,/+])|(?P<bad>\S))")
 
 
 class PatternError(ValueError):
     """A pattern that cannot be read; the message names the place and what was expected there."""
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Element:
     """One layer of a pattern.
 
     Attributes:
-      name: the registered layer.
+      name: the registered mixer, or the feed-forward part of a layer without one.
       scope: scope of its settings, '' for the plain ones.
+      feed_forward: the part after a '+', None for none there.
     """
 
     name: str
     scope: str = ""
+    feed_forward: "Element | None" = None
+
+    @property
+    def key(self) -> str:
+        """The text of the first part: what is left of a '+'."""
+        return f"{self.scope}/{self.name}" if self.scope else self.name
 
     def __str__(self) -> str:
-        return f"{self.scope}/{self.name}" if self.scope else self.name
+        return self.key if self.feed_forward is None else f"{self.key} + {self.feed_forward}"
 
 
 def parse(pattern: str) -> tuple[Element, ...]:
@@ -61,6 +74,18 @@ def parse(pattern: str) -> tuple[Element, ...]:
             f"pattern {pattern!r}, character {start + 1}: expected {expected}, got {came}"
         )
 
+    def read_part(expected: str) -> tuple[str, str]:
+        nonlocal position
+        names: list[str] = []
+        while True:
+            if tokens[position][0] != "name":
+                fail("a layer name" if names else expected)
+            names.append(tokens[position][1])
+            position += 1
+            if tokens[position][1] != "/":
+                return names[-1], "/".join(names[:-1])
+            position += 1
+
     while True:
         count = 1
         if tokens[position][0] == "count":
@@ -68,20 +93,16 @@ def parse(pattern: str) -> tuple[Element, ...]:
             if count == 0:
                 fail("a count of at least 1")
             position += 1
-        parts: list[str] = []
-        while True:
-            if tokens[position][0] != "name":
-                fail("a layer name" if count > 1 or parts else "a count or a layer name")
-            parts.append(tokens[position][1])
+        mixer = read_part("a layer name" if count > 1 else "a count or a layer name")
+        feed_forward = None
+        if tokens[position][1] == "+":
             position += 1
-            if tokens[position][1] != "/":
-                break
-            position += 1
-        elements.extend([Element(parts[-1], "/".join(parts[:-1]))] * count)
+            feed_forward = Element(*read_part("a feed-forward part"))
+        elements.extend([Element(*mixer, feed_forward)] * count)
         if tokens[position][0] == "end":
             return tuple(elements)
         if tokens[position][1] != ",":
-            fail("',' or the end")
+            fail("',' or the end" if feed_forward else "'+', ',' or the end")
         position += 1
 
 

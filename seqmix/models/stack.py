@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a model: periods under one scan, the rest unrolled."""
 
+import collections
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from seqmix.layers import LayerInfo
-from seqmix.models.block import Block, run_block
+from seqmix.layers.auxiliary import Auxiliary, means_of, no_auxiliary
+from seqmix.models.block import AUXILIARY, LOAD, Block, run_block
 from seqmix.models.config import HybridLMConfig
 from seqmix.models.pattern import Element
 
@@ -39,7 +41,7 @@ class Stack(nnx.Module):
 
     def __init__(self, config: HybridLMConfig, *, rngs: nnx.Rngs):
         plan = config.plan()
-        branches = 1 if config.feed_forward is None else 2
+        branches = config.branches / config.layers
 
         def build(
             elements: Iterable[Element], start: int, rngs: nnx.Rngs, below: Any = 0
@@ -86,21 +88,25 @@ class Stack(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: StackCache | None = None,
-    ) -> tuple[jax.Array, StackCache | None]:
+        auxiliary: bool = False,
+    ) -> tuple[jax.Array, StackCache | None, Auxiliary | None]:
         """Runs all blocks.
 
         Args:
           x: residual stream [B, T, D].
           segment_ids, positions: [B, T] int32, as layers take them.
           cache: from `init_cache` or an earlier call; None: no cache.
+          auxiliary: let layers compute the losses that they have of their own.
 
         Returns:
-          The residual stream and the cache (None without one).
+          The residual stream, the cache (None without one) and the sums of the layers' own losses
+          and metrics (None where none is asked for or none has any). Where it is asked for, layers
+          with experts count their load.
         """
 
         def run(blocks: nnx.List, stream: Any, caches: Any, prevent_cse: bool):
             caches = (None,) * len(blocks) if caches is None else caches
-            (x, shared), after = stream, []
+            (x, shared), after, loads = stream, [], []
             for block, before in zip(blocks, caches, strict=True):
                 x, new, shared = run_block(
                     block,
@@ -113,12 +119,17 @@ class Stack(nnx.Module):
                     prevent_cse=prevent_cse,
                 )
                 after.append(new)
-            return (x, shared), tuple(after)
+                loads.append(shared.pop(LOAD, None))
+            return (x, shared), (tuple(after), tuple(loads))
 
         parts = cache if cache is not None else (None, None, None)
-        stream = (x, self._init_shared(*x.shape[:2]))
-        stream, leading = run(self.leading, stream, parts[0], True)
+        shared = self._init_shared(*x.shape[:2], parts)
+        if auxiliary and self.auxiliary_names:
+            shared[AUXILIARY] = no_auxiliary(self.auxiliary_names)
+        stream = (x, shared)
+        stream, (leading, first) = run(self.leading, stream, parts[0], True)
         periods: tuple[Any, ...] = ()
+        scanned: tuple[Any, ...] = ()
         if len(self.periods):
             graph, parameters = nnx.split(self.periods)
 
@@ -127,17 +138,56 @@ class Stack(nnx.Module):
                 # XLA unrolls a scan of one step; forward and recomputation could then merge.
                 return run(nnx.merge(graph, parameters), stream, caches, self.count == 1)
 
-            stream, periods = jax.lax.scan(body, stream, (parameters, parts[1]))
-        (x, _), trailing = run(self.trailing, stream, parts[2], True)
-        return x, None if cache is None else StackCache(leading, periods, trailing)
+            stream, (periods, scanned) = jax.lax.scan(body, stream, (parameters, parts[1]))
+        (x, shared), (trailing, last) = run(self.trailing, stream, parts[2], True)
+        cache = None if cache is None else StackCache(leading, periods, trailing)
+        # Here, since Variables cannot change inside the scan.
+        for block, load in zip(self._blocks, (*first, *scanned, *last), strict=True):
+            if load is not None:
+                block.feed_forward.add_load(load)
+        sums = shared.get(AUXILIARY)
+        return x, cache, None if sums is None else self._average(sums)
 
-    def _init_shared(self, batch: int, time: int) -> dict[str, Any]:
+    @property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """Metrics that the layers report, sorted; empty where none has losses of its own."""
+        return tuple(sorted({name for block in self._blocks for name in block.auxiliary_names}))
+
+    def finish_step(self) -> None:
+        """Lets layers with experts change their selection bias by the load since the last time."""
+        for block in self._blocks:
+            if hasattr(block.feed_forward, "finish_step"):
+                block.feed_forward.finish_step()
+
+    @property
+    def _blocks(self) -> tuple[Block, ...]:
+        return (*self.leading, *self.periods, *self.trailing)
+
+    def _average(self, sums: Auxiliary) -> Auxiliary:
+        """Divides the metrics that are means over layers by the number of layers that report."""
+        layers: collections.Counter[str] = collections.Counter()
+        for blocks, count in ((self.leading, 1), (self.periods, self.count), (self.trailing, 1)):
+            for block in blocks:
+                layers.update(dict.fromkeys(means_of(block.feed_forward), count))
+        metrics = {name: value / (layers[name] or 1) for name, value in sums.metrics.items()}
+        return Auxiliary(sums.loss, metrics)
+
+    def _init_shared(self, batch: int, time: int, caches: Any) -> dict[str, Any]:
         """What the lowest of the layers that hand something upwards get, by `shared_name`."""
-        blocks = (*self.leading, *self.periods, *self.trailing)
-        mixers = (block.mixer for block in blocks)
-        return {
-            m.shared_name: m.init_shared(batch, time) for m in mixers if hasattr(m, "shared_name")
-        }
+        shared = {}
+        blocks = (self.leading, self.periods, self.trailing)
+        for part, held in zip(blocks, caches, strict=True):
+            for index, block in enumerate(part):
+                name = getattr(block.mixer, "shared_name", None)
+                if name is None or name in shared:
+                    continue
+                cache = None if held is None else held[index]
+                if part is self.periods:
+                    cache = jax.tree.map(lambda leaf: leaf[0], cache)
+                initial = block.mixer.init_shared(batch, time, cache)
+                if initial is not None:
+                    shared[name] = initial
+        return shared
 
     def init_cache(self, batch: int, capacity: int) -> StackCache:
         """Empty caches of all blocks for ``capacity`` tokens."""
@@ -146,7 +196,10 @@ class Stack(nnx.Module):
             return jnp.broadcast_to(leaf, (self.count, *leaf.shape))
 
         leading, periods, trailing = (
-            tuple(block.mixer.init_cache(batch, capacity) for block in blocks)
+            tuple(
+                None if block.mixer is None else block.mixer.init_cache(batch, capacity)
+                for block in blocks
+            )
             for blocks in (self.leading, self.periods, self.trailing)
         )
         return StackCache(leading, jax.tree.map(stacked, periods), trailing)

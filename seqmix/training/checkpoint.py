@@ -181,6 +181,43 @@ class Checkpointer:
         self._check_finite(step, restored["params"])
         return dict(restored["params"])
 
+    def restore_variables(
+        self, step: int, like: Mapping[str, Any], shardings: Mapping[str, Sharding]
+    ) -> dict[str, jax.Array]:
+        """Reads the model's other variables (`TrainState.variables`), as many as `like` names.
+
+        Raises:
+          CheckpointMismatchError: a variable is missing or has another shape.
+        """
+        if not like:
+            return {}
+        prefix = "variables/"
+        wanted = {prefix + name: value for name, value in like.items()}
+        saved = self.shapes(step, "training")
+        self._compare(step, {name: saved[name] for name in wanted if name in saved}, wanted)
+        places = {prefix + name: sharding for name, sharding in shardings.items()}
+        tree = _abstract(wanted, places)
+        args = ocp.args.PyTreeRestore(
+            item=tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,
+        )
+        try:
+            path = self.directory / str(step) / "training"
+            found = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+        except Exception as error:
+            raise self._damaged(step, error) from error
+        return {name: found[prefix + name] for name in like}
+
+    def shapes(self, step: int, item: str) -> dict[str, tuple[int, ...]]:
+        """Shapes by name of the arrays of an item ('params', 'training')."""
+        try:
+            saved = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / item)
+        except Exception as error:
+            raise self._damaged(step, error) from error
+        tree = dict(getattr(saved, "tree", saved))
+        return {name: tuple(value.shape) for name, value in tree.items()}
+
     def facts(self, step: int) -> dict[str, Any]:
         """The facts saved with a checkpoint."""
         args = ocp.args.Composite(facts=ocp.args.JsonRestore())
@@ -208,20 +245,17 @@ class Checkpointer:
             )
 
     def _check_arrays(self, step: int, item: str, wanted: Mapping[str, Any]):
-        handler = ocp.StandardCheckpointHandler()
-        try:
-            saved = handler.metadata(self.directory / str(step) / item)
-        except Exception as error:
-            raise self._damaged(step, error) from error
-        saved = dict(getattr(saved, "tree", saved))
+        self._compare(step, self.shapes(step, item), wanted)
+
+    def _compare(self, step: int, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any]):
         where = f"checkpoint {step} in {self.directory}"
         for name in sorted(set(saved) ^ set(wanted)):
             side = "is missing" if name in wanted else "is not in the model"
             raise CheckpointMismatchError(f"{where}: {name!r} {side}; check the model's config")
         for name, value in wanted.items():
-            if tuple(saved[name].shape) != tuple(value.shape):
+            if saved[name] != tuple(value.shape):
                 raise CheckpointMismatchError(
-                    f"{where}: {name!r} has shape {tuple(saved[name].shape)}, the model's is "
+                    f"{where}: {name!r} has shape {saved[name]}, the model's is "
                     f"{tuple(value.shape)}; check the model's config"
                 )
 

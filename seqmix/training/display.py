@@ -79,6 +79,8 @@ class Display:
 
 def _summary(values: Mapping[str, float | None]) -> str:
     parts = [f"loss {values['loss']:.4f}", f"{values['bits_per_byte']:.4f} bits/byte"]
+    # What layers report has a dot in its name.
+    parts += [f"{name} {value:.4g}" for name, value in values.items() if "." in name]
     if values.get("tokens_per_second") is not None:
         parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
     if values.get("mfu") is not None:

@@ -80,7 +80,7 @@ def run_evaluation(
             iterator.close()
     if not sums.shape:
         raise ValueError("the validation split gave no batch")
-    return summarise(sums, z_loss)
+    return summarise(sums, z_loss, program.definition.auxiliary)
 
 
 def evaluate(
@@ -111,13 +111,10 @@ def evaluate(
     dataset = validation_data(experiment)
     check_tokenizer(run_dir, dataset.tokenizer)
     program = build_program(experiment, dataset.tokenizer.byte_lengths())
-    with _open(run_dir, step) as (checkpointer, chosen):
-        params = checkpointer.restore_params(
-            chosen, program.abstract.params, program.shardings.params
-        )
-    variables = {}
-    if program.definition.variables:
-        variables = jax.jit(lambda: program.definition.initialise()[1])()
+    with open_checkpoints(run_dir, step) as (checkpointer, chosen):
+        like, shardings = program.abstract, program.shardings
+        params = checkpointer.restore_params(chosen, like.params, shardings.params)
+        variables = checkpointer.restore_variables(chosen, like.variables, shardings.variables)
     result = run_evaluation(program, params, variables, dataset, batches, experiment.trainer.z_loss)
     return {"step": chosen, **result}
 
@@ -145,19 +142,31 @@ def load_run(run_dir: Path | str, *, step: int | None = None) -> LoadedRun:
     experiment = load_experiment(run_dir)
     definition = define_model(experiment)
     here = SingleDeviceSharding(jax.local_devices()[0])
-    with _open(run_dir, step) as (checkpointer, chosen):
-        shardings = dict.fromkeys(definition.params, here)
-        params = checkpointer.restore_params(chosen, definition.params, shardings)
-    variables = {}
-    if definition.variables:
-        variables = jax.jit(lambda: definition.initialise()[1])()
+    with open_checkpoints(run_dir, step) as (checkpointer, chosen):
+        params, variables = (
+            restore(chosen, like, dict.fromkeys(like, here))
+            for restore, like in (
+                (checkpointer.restore_params, definition.params),
+                (checkpointer.restore_variables, definition.variables),
+            )
+        )
     tokenizer = data.load_tokenizer(Path(run_dir) / TOKENIZER)
     return LoadedRun(definition.merge(params, variables), experiment, tokenizer, chosen)
 
 
 @contextlib.contextmanager
-def _open(run_dir: Path | str, step: int | None) -> Iterator[tuple[Checkpointer, int]]:
-    """A read-only checkpointer and the chosen step."""
+def open_checkpoints(
+    run_dir: Path | str, step: int | None = None
+) -> Iterator[tuple[Checkpointer, int]]:
+    """A run's checkpoints for reading, and the chosen step.
+
+    Args:
+      run_dir: a folder written by `train`.
+      step: which checkpoint, None for the newest.
+
+    Raises:
+      FileNotFoundError: no such checkpoint.
+    """
     checkpointer = Checkpointer(Path(run_dir) / CHECKPOINTS, read_only=True)
     try:
         steps = checkpointer.steps()

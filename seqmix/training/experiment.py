@@ -2,6 +2,7 @@
 """The root config of a run, and how a resumed run's config may differ from the saved one."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,7 +24,8 @@ class TrainerConfig:
     Attributes:
       steps: optimizer steps of the whole run; the schedule's length.
       batch_size: rows per step, over all devices and micro-batches.
-      gradient_accumulation: micro-batches a step is cut into; changes memory, not the gradient.
+      gradient_accumulation: micro-batches a step is cut into; changes memory, not the gradient
+        (but `MoE.balance_over` = 'batch' is the balance of a micro-batch).
       eval_every: steps between evaluations, None for none at all; the end of the run has one too.
       eval_batches: batches of an evaluation, None for the whole validation split.
       log_every: steps between records of the training metrics.
@@ -34,6 +36,12 @@ class TrainerConfig:
       loss_chunk_tokens: tokens per device whose logits exist at once.
       max_consecutive_nonfinite: skipped steps in a row that stop the run.
       seed: of the parameters (`Data.seed` orders the data).
+      init_from: run folder whose newest checkpoint gives the initial parameters; everything else
+        starts afresh. A run that resumes goes on from its own checkpoints.
+      init_new: regular expressions of parameters that `init_from`'s checkpoint may lack; they start
+        as the model draws them.
+      trainable: regular expressions of the parameters to train, each searched for in names such as
+        'stack.periods.0.mixer.indexer.query.kernel'; the rest stays as it is. Empty: all.
       profile_start: step at which a profiler trace starts, None for none.
       profile_steps: steps in the trace.
       compilation_cache: keep compiled programs on disk (`seqmix.training.compilation`).
@@ -52,6 +60,9 @@ class TrainerConfig:
     loss_chunk_tokens: int = 4096
     max_consecutive_nonfinite: int = 10
     seed: int = 0
+    init_from: str | None = None
+    init_new: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()
     profile_start: int | None = None
     profile_steps: int = 5
     compilation_cache: bool = True
@@ -59,6 +70,8 @@ class TrainerConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name in ("init_from", "init_new", "trainable"):
+                continue
             least = 0 if field.name in ("z_loss", "seed", "profile_start") else 1
             if value is not None and value < least and not isinstance(value, bool):
                 raise ValueError(f"Trainer.{field.name} must be >= {least}, got {value}")
@@ -67,6 +80,18 @@ class TrainerConfig:
                 f"Trainer.batch_size must be a multiple of Trainer.gradient_accumulation="
                 f"{self.gradient_accumulation}, got {self.batch_size}"
             )
+        for name in ("init_new", "trainable"):
+            for pattern in getattr(self, name):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(
+                        f"Trainer.{name}: {pattern!r} is no regular expression: {error}"
+                    ) from None
+        if self.init_from == "":
+            raise ValueError("Trainer.init_from must be a run folder or None, got ''")
+        if self.init_new and self.init_from is None:
+            raise ValueError("Trainer.init_new needs Trainer.init_from")
 
 
 @config.configurable("Experiment")

@@ -30,10 +30,11 @@ from seqmix.training.experiment import (
     load_experiment,
 )
 from seqmix.training.flops import model_flops_utilisation
+from seqmix.training.initial import read_source
 from seqmix.training.metrics import MetricsWriter, plot_loss
 from seqmix.training.program import Program, build_program
 from seqmix.training.state import TrainState
-from seqmix.training.step import EVAL_SUMS, METRICS, summarise
+from seqmix.training.step import metric_names, summarise
 from seqmix.training.stopping import StopRequest, catch_signals
 
 # Steps whose metrics may be under way: the host prepares the next step while the device works on
@@ -116,6 +117,7 @@ class _Run:
         if self.trainer.eval_every is not None:
             self.validation_data = validation_data(experiment)
         self._check_tokenizer(dataset.tokenizer)
+        self._check_source(dataset.tokenizer)
         self.checkpointer = Checkpointer(
             run_dir / CHECKPOINTS,
             keep_last=self.trainer.keep_last,
@@ -124,6 +126,7 @@ class _Run:
         stack.callback(self.checkpointer.close)
         self.batches = iter(dataset)
         stack.callback(self.batches.close)
+        self.origin: str | None = None
         self.step, self.state = self._start()
         # Only now: a resume that was refused leaves the folder as it was.
         self._save_folder(dataset.tokenizer)
@@ -169,7 +172,7 @@ class _Run:
     def _start(self) -> tuple[int, TrainState]:
         latest = self.checkpointer.latest_step()
         if latest is None:
-            return 0, self.program.initialise()
+            return 0, self._initial()
         where = f"{self.run_dir}, checkpoint {latest}"
         check_facts(self.checkpointer.facts(latest), self._facts(), where)
         state, position = self.checkpointer.restore(
@@ -177,6 +180,17 @@ class _Run:
         )
         self.batches.set_state(position)
         return latest, state
+
+    def _initial(self) -> TrainState:
+        """A fresh state, with another run's parameters where the config says so."""
+        if self.trainer.init_from is None:
+            return self.program.initialise()
+        # Read first: what does not fit shows before anything is compiled.
+        source = read_source(self.program, self.trainer.init_from, self.trainer.init_new)
+        self.origin = f"parameters of {self.trainer.init_from}, checkpoint {source.step}"
+        if source.missing:
+            self.origin += f"; drawn anew: {', '.join(source.missing)}"
+        return source.replace(self.program.initialise())
 
     def _facts(self) -> dict[str, Any]:
         model = self.experiment.model
@@ -187,6 +201,19 @@ class _Run:
     def _check_tokenizer(self, tokenizer: data.Tokenizer):
         if has_checkpoint(self.run_dir / CHECKPOINTS):
             check_tokenizer(self.run_dir, tokenizer)
+
+    def _check_source(self, tokenizer: data.Tokenizer):
+        source = self.trainer.init_from
+        if source is None or has_checkpoint(self.run_dir / CHECKPOINTS):
+            return  # a run that resumes goes on from its own checkpoints
+        if Path(source).resolve() == self.run_dir.resolve():
+            raise ValueError(
+                f"Trainer.init_from = {source!r} is the run's own folder, which has no checkpoint; "
+                "name another run"
+            )
+        if not has_checkpoint(Path(source) / CHECKPOINTS):
+            raise ValueError(f"Trainer.init_from = {source!r} holds no checkpoint")
+        check_tokenizer(source, tokenizer)
 
     def _save_folder(self, tokenizer: data.Tokenizer):
         if not self.primary:
@@ -203,8 +230,16 @@ class _Run:
         say(config.resolved(self.experiment))
         count = sum(int(np.prod(value.shape)) for value in self.program.abstract.params.values())
         devices = self.program.mesh.devices.flatten()
-        say(f"{count:,} parameters on {len(devices)} x {devices[0].device_kind}")
+        inactive = self.experiment.model.inactive_parameters
+        active = f" ({count - inactive:,} of them for a token)" if inactive else ""
+        say(f"{count:,} parameters{active} on {len(devices)} x {devices[0].device_kind}")
         say(f"run folder {self.run_dir}")
+        trained = self.program.trained
+        if len(trained) < len(self.program.abstract.params):
+            size = sum(int(np.prod(self.program.abstract.params[name].shape)) for name in trained)
+            say(f"{size:,} of them are trained: {', '.join(trained)}")
+        if self.origin is not None:
+            say(self.origin)
         if self.step:
             say(f"resumed at step {self.step}")
         if self.validation_data is None:
@@ -222,7 +257,8 @@ class _Run:
             self._handle(step, np.asarray(vector))
 
     def _handle(self, step: int, vector: np.ndarray):
-        values = dict(zip(METRICS, map(float, vector), strict=True))
+        auxiliary = self.program.definition.auxiliary
+        values = dict(zip(metric_names(auxiliary), map(float, vector), strict=True))
         self.rate.add(values["tokens"])
         self.display.advance(step)
         if values["consecutive"] >= self.trainer.max_consecutive_nonfinite:
@@ -236,7 +272,7 @@ class _Run:
         if not _due(step, self.trainer.log_every) and step != self.trainer.steps:
             return
         record: dict[str, float | None] = {
-            **summarise(vector[: len(EVAL_SUMS)], self.trainer.z_loss),
+            **summarise(vector, self.trainer.z_loss, auxiliary),
             "grad_norm": values["grad_norm"],
             "learning_rate": values["learning_rate"],
             "skipped": int(values["skipped"]),

@@ -2,7 +2,8 @@
 """An experiment's compiled half: model definition, mesh, shardings and the jitted functions."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,9 +37,10 @@ class Program:
       shardings: where each of its arrays lies.
       batch: where the rows of a batch lie.
       initialise: () -> state, on the devices.
-      train_step: (state, batch) -> (state, metrics [len(METRICS)]); donates the state.
-      eval_step: (params, variables, batch) -> sums [len(EVAL_SUMS)].
+      train_step: (state, batch) -> (state, vector of `metric_names`); donates the state.
+      eval_step: (params, variables, batch) -> vector of `sum_names`.
       batch_size: rows of every batch.
+      trained: names of the parameters that the step changes, sorted.
     """
 
     definition: ModelDefinition
@@ -50,6 +52,7 @@ class Program:
     train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, jax.Array]]
     eval_step: Callable[..., jax.Array]
     batch_size: int
+    trained: tuple[str, ...]
 
     def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Places this process's rows on the devices, filled up with padding rows to the full batch.
@@ -69,6 +72,27 @@ def define_model(experiment: Experiment) -> ModelDefinition:
     """The experiment's model as the trainer sees it; parameters are drawn from `Trainer.seed`."""
     seed = experiment.trainer.seed
     return ModelDefinition(lambda: HybridLM(experiment.model, rngs=nnx.Rngs(seed)))
+
+
+def select_parameters(names: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
+    """Parameters whose name one of `Trainer.trainable`'s patterns finds a match in.
+
+    Raises:
+      ValueError: a pattern finds none; the message lists what there is.
+    """
+    names = sorted(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in names if re.search(pattern, name)]
+        if not found:
+            # Layers repeat themselves: their parts once are enough to correct a pattern by.
+            parts = sorted({re.sub(r"\.\d+\b", "", name) for name in names})
+            raise ValueError(
+                f"Trainer.trainable: {pattern!r} matches none of the model's parameters, whose "
+                f"names without numbers are {', '.join(parts)}"
+            )
+        chosen.update(found)
+    return frozenset(chosen)
 
 
 def is_stacked(name: str) -> bool:
@@ -110,14 +134,21 @@ def build_program(
         hidden_sharding=batch_sharding(mesh) if mesh.size > 1 else None,
     )
     definition = define_model(experiment)
-    optimizer = experiment.optimizer.build(definition.decay, definition.muon)
+    if trainer.trainable:
+        options = dataclasses.replace(
+            options, trainable=select_parameters(definition.params, trainer.trainable)
+        )
+    # An optimizer sees the trained parameters alone: no decay and no moments of the others.
+    masks = (options.split(mask)[0] for mask in (definition.decay, definition.muon))
+    optimizer = experiment.optimizer.build(*masks)
     factor = experiment.schedule.build(trainer.steps)
     peak = experiment.optimizer.learning_rate
 
     def initialise() -> TrainState:
         params, variables = definition.initialise()
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, variables, optimizer.init(params), zero, zero)
+        moments = optimizer.init(options.split(params)[0])
+        return TrainState(zero, params, variables, moments, zero, zero)
 
     abstract = jax.eval_shape(initialise)
     shardings = state_shardings(mesh, abstract)
@@ -133,6 +164,7 @@ def build_program(
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)),
         eval_step=jax.jit(make_eval_step(definition, options), out_shardings=everywhere),
         batch_size=trainer.batch_size,
+        trained=tuple(sorted(options.split(definition.params)[0])),
     )
 
 

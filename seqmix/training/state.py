@@ -61,6 +61,7 @@ class ModelDefinition:
       variables: {name: ShapeDtypeStruct} of everything else.
       decay: {name: bool}, whether a parameter gets weight decay.
       muon: {name: bool}, whether its last two axes are a hidden matrix for Muon.
+      auxiliary: metrics that the model's layers report beside its loss.
     """
 
     def __init__(self, build: Callable[[], nnx.Module]):
@@ -69,7 +70,9 @@ class ModelDefinition:
         from seqmix.layers import parameters
 
         self._build = build
-        self._graph, params, variables = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+        model = nnx.eval_shape(build)
+        self.auxiliary: tuple[str, ...] = getattr(model, "auxiliary_names", ())
+        self._graph, params, variables = nnx.split(model, nnx.Param, ...)
         self._params, self._variables = _group(params), _group(variables)
         self.params = self._params.pack(params)
         self.variables = self._variables.pack(variables)
@@ -85,6 +88,15 @@ class ModelDefinition:
         return nnx.merge(
             self._graph, self._params.unpack(params), self._variables.unpack(variables)
         )
+
+    def finish_step(self, params: Arrays, variables: Arrays) -> Arrays:
+        """The variables after the model's `finish_step`, if it has one: what no gradient trains."""
+        model = self.merge(params, variables)
+        finish = getattr(model, "finish_step", None)
+        if finish is None:
+            return variables
+        finish()
+        return self.split(model)[1]
 
     def split(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
         """Inverse of `merge`."""

@@ -205,6 +205,15 @@ def test_a_run_that_fails_under_way_has_exit_code_1(workplace):
     assert re.fullmatch(r"seqmix: step \d: loss or gradient not finite .*\n", result.err)
 
 
+def test_a_path_that_cannot_be_written_is_one_line(workplace):
+    result = run("inspect", "--gin_file=tiny.gin", "--out=tiny.gin/plot.png")
+    assert result.code == 1
+    assert result.err == "seqmix: tiny.gin: File exists\n"
+    result = run("train", "--gin_file=tiny.gin", "--run_dir=corpus/0.txt")
+    assert result.code == 1
+    assert result.err.endswith("corpus/0.txt/checkpoints: Not a directory\n")
+
+
 def test_errors_that_nobody_foresaw_are_raised(workplace, monkeypatch):
     def broken(*_, **__):
         raise ValueError("operands could not be broadcast")

@@ -11,12 +11,13 @@ from flax import nnx
 
 from seqmix import config as configs
 from seqmix.layers import BidirectionalConfig, VMambaConfig, registry
+from seqmix.layers.bidirectional import NOT_RECURRENT
 from seqmix.models import HybridLM, HybridLMConfig, inspect
 from tests.layers.modules import graph_and_shapes, quick_jit, random_parameters
 from tests.layers.test_contract import BATCH, CASES, TIME, WIDTH, close
 
-LAYERS = {type(c): c for c in CASES.values() if type(c).__name__ != "AttentionConfig"}
 NAMES = {registry.get(n).config: n for n in registry.names()}
+LAYERS = {type(c): c for c in CASES.values() if NAMES[type(c)] not in NOT_RECURRENT}
 INNER = {NAMES[kind]: config for kind, config in LAYERS.items()}
 
 

@@ -10,10 +10,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from seqmix.layers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, RWKV7Config
+from seqmix.layers import (
+    AttentionConfig,
+    DSAConfig,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    MLAConfig,
+    NTKScaling,
+    RWKV7Config,
+)
 from tests.layers import (
+    cases_attention,
+    cases_dsa,
     cases_elementwise,
     cases_scalar_decay,
+    cases_sparse,
+    cases_sparse_static,
     cases_vector_decay,
     cases_vector_delta,
 )
@@ -28,8 +40,12 @@ CASES = {
     "mamba2": Mamba2Config(expand=3, head_width=5, groups=3, state_size=7, chunk_size=8),
     "attention": AttentionConfig(heads=3, kv_heads=1, head_width=6, qk_norm=True),
     "window": AttentionConfig(heads=5, head_width=4, window=4, rotary_fraction=0.5),
+    **cases_attention.CASES,
+    **cases_dsa.CASES,
     **cases_elementwise.CASES,
     **cases_scalar_decay.CASES,
+    **cases_sparse.CASES,
+    **cases_sparse_static.CASES,
     **cases_vector_decay.CASES,
     **cases_vector_delta.CASES,
 }
@@ -144,7 +160,8 @@ def test_gradients_reach_every_parameter(case):
         y, _ = nnx.merge(case.graph, parameters)(case.x)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
 
-    alone = cases_vector_delta.UNUSED_ALONE if isinstance(case.config, RWKV7Config) else ()
+    unused = {RWKV7Config: cases_vector_delta.UNUSED_ALONE, DSAConfig: cases_dsa.UNUSED_ALONE}
+    alone = unused.get(type(case.config), ())
     for path, gradient in nnx.to_flat_state(quick_jit(jax.grad(loss))(case.parameters)):
         if path[0] in alone:
             continue
@@ -161,8 +178,12 @@ CHANGES = {
         {"logit_softcap": 0.1},
         {"norm_epsilon": 1.0},
     ],
+    **cases_attention.CHANGES,
+    **cases_dsa.CHANGES,
     **cases_elementwise.CHANGES,
     **cases_scalar_decay.CHANGES,
+    **cases_sparse.CHANGES,
+    **cases_sparse_static.CHANGES,
     **cases_vector_decay.CHANGES,
     **cases_vector_delta.CHANGES,
 }
@@ -213,6 +234,23 @@ def test_initial_time_steps_follow_the_settings():
         (lambda: AttentionConfig(head_width=64, rotary_fraction=0.3), "rotary_fraction.* 19 chan"),
         (lambda: AttentionConfig(rotary_fraction=1.5), "between 0 and 1, got 1.5"),
         (lambda: AttentionConfig(logit_softcap=-1.0), "logit_softcap must be positive, got -1"),
+        (lambda: AttentionConfig(scale=0.0), "Attention.scale must be positive, got 0"),
+        (lambda: AttentionConfig(zero_centred_norm=True), "zero_centred_norm needs qk_norm"),
+        (lambda: AttentionConfig(qk_norm="half"), "Attention.qk_norm"),
+        (lambda: AttentionConfig(kv_from=""), "Attention.kv_from must be a name or None"),
+        (lambda: AttentionConfig(kv_from="a", share_kv_as="b"), "same name .* got 'a' and 'b'"),
+        (
+            lambda: AttentionConfig(
+                head_width=8, rotary_fraction=0.25, rotary_scaling=NTKScaling(2.0)
+            ),
+            "Attention.rotary_scaling: NTKScaling needs more than 2 rotated channels, got 2",
+        ),
+        (lambda: MLAConfig(rotary_width=3), "MLA.rotary_width must be even, got 3"),
+        (lambda: MLAConfig(kv_rank=0), "MLA.kv_rank must be >= 1, got 0"),
+        (
+            lambda: MLAConfig().flops_per_token(100, 1),
+            "MLA.head_width = 128 does not divide",
+        ),
         (lambda: AttentionConfig().head_counts(100), "head_width = 64 does not divide .* 100"),
         (lambda: GatedDeltaNetConfig(heads=2, value_heads=3), "value_heads must be a multiple"),
         (lambda: GatedDeltaNetConfig(convolution=0), "GatedDeltaNet.convolution must be >= 1"),

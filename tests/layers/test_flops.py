@@ -7,7 +7,14 @@ import pytest
 from flax import nnx
 
 from seqmix.layers import DeltaNetConfig, GLAConfig, HGRN2Config, RWKV5Config, RWKV6Config
-from tests.layers import cases_elementwise, cases_scalar_decay
+from tests.layers import (
+    cases_attention,
+    cases_dsa,
+    cases_elementwise,
+    cases_scalar_decay,
+    cases_sparse,
+    cases_sparse_static,
+)
 from tests.layers.modules import graph_and_shapes
 
 WIDTH = 1024
@@ -18,8 +25,12 @@ WIDE = {
     "rwkv5": RWKV5Config(),
     "rwkv6": RWKV6Config(),
     "delta_net": DeltaNetConfig(head_width=64, output_gate=True),
+    **cases_attention.WIDE,
+    **cases_dsa.WIDE,
     **cases_elementwise.WIDE,
     **cases_scalar_decay.WIDE,
+    **cases_sparse.WIDE,
+    **cases_sparse_static.WIDE,
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from seqmix.layers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config
+from seqmix.layers import GatedDeltaNetConfig, Mamba2Config
 from tests.layers.modules import graph_and_shapes, quick_jit, random_parameters
 
 WIDTH, TIME = 12, 11
@@ -109,43 +109,3 @@ def test_mamba2(limit):
     y = out.reshape(TIME, 24) * silu(u @ p["gate.kernel"])
     y = rms(y.reshape(TIME, 2, 12), 1e-5).reshape(TIME, 24) * p["norm.scale"]
     check(module, y @ p["output.kernel"], u)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"kv_heads": 1, "rotary_fraction": 0.5, "window": 4, "qk_norm": True, "bias": True},
-        {"kv_heads": 2, "rotary_fraction": 0.0, "logit_softcap": 0.5},
-    ],
-)
-def test_attention(options):
-    config = AttentionConfig(heads=4, head_width=8, rotary_base=50.0, **options)
-    module, p = build(config)
-    x = np.random.default_rng(0).normal(size=(TIME, WIDTH))
-    q, k, v = (
-        (x @ p[f"{n}.kernel"] + p.get(f"{n}.bias", 0)).reshape(TIME, -1, 8)
-        for n in ("query", "key", "value")
-    )
-    if config.qk_norm:
-        q, k = rms(q, 1e-6) * p["query_norm.scale"], rms(k, 1e-6) * p["key_norm.scale"]
-    half = int(8 * config.rotary_fraction) // 2
-    if half:
-        turn = np.exp(1j * np.outer(np.arange(TIME), 50.0 ** (-np.arange(half) / half)))[:, None]
-
-        def rotate(z):
-            pair = (z[..., :half] + 1j * z[..., half : 2 * half]) * turn
-            return np.concatenate([pair.real, pair.imag, z[..., 2 * half :]], -1)
-
-        q, k = rotate(q), rotate(k)
-    out = np.zeros((TIME, 4, 8))
-    for head in range(4):
-        kv = head // (4 // (config.kv_heads or 4))
-        for t in range(TIME):
-            first = 0 if config.window is None else max(0, t - config.window + 1)
-            logits = k[first : t + 1, kv] @ q[t, head] / np.sqrt(8)
-            if config.logit_softcap:
-                logits = config.logit_softcap * np.tanh(logits / config.logit_softcap)
-            weights = np.exp(logits - logits.max())
-            out[t, head] = weights / weights.sum() @ v[first : t + 1, kv]
-    check(module, out.reshape(TIME, 32) @ p["output.kernel"], x)

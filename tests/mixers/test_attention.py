@@ -107,6 +107,40 @@ def test_pieces_through_the_cache_equal_one_pass(window):
     np.testing.assert_array_equal(state.length, final.length)
 
 
+def test_scale_and_sinks_hold_through_the_cache():
+    """With grouped heads, a window and a cut; gradient of the sinks against float64."""
+    q, k, v = draw()
+    sinks, cut = OPTIONS["sinks"]["sinks"], 19
+
+    def pieces(sinks, q, k, v):
+        options = {"sinks": sinks, "window": 7, "scale": 0.3}
+        first, state = attend(q[:, :cut], k[:, :cut], v[:, :cut], **options)
+        last, _ = attend(q[:, cut:], k[:, cut:], v[:, cut:], state=state, **options)
+        return jnp.concatenate([first, last], axis=1)
+
+    def loss(*arguments):
+        return jnp.sum(jnp.sin(pieces(*arguments)))
+
+    wide = [x.astype(np.float64) for x in (sinks, q, k, v)]
+    want = dense.attention(wide[1] * 0.3 * SHAPE.key**0.5, *wide[2:], None, window=7, sinks=wide[0])
+    out, gradient = quick_jit(lambda *a: (pieces(*a), jax.grad(loss)(*a)))(sinks, q, k, v)
+    assert relative_error(out, want) < FLOAT32_BAR
+    numeric = np.zeros(4)
+    for head in range(4):
+        step = np.zeros(4)
+        step[head] = 1e-4
+        up, down = (
+            np.sin(
+                dense.attention(
+                    wide[1] * 0.3 * SHAPE.key**0.5, *wide[2:], None, window=7, sinks=wide[0] + s
+                )
+            ).sum()
+            for s in (step, -step)
+        )
+        numeric[head] = (up - down) / 2e-4
+    assert relative_error(gradient, numeric) < FLOAT32_BAR
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_decode_past_the_window_with_constant_size(window):
     arrays = draw()

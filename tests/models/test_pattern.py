@@ -15,6 +15,11 @@ G, A, L = Element("gated_delta_net"), Element("attention"), Element("attention",
         ("3 gated_delta_net, attention", (G, G, G, A)),
         ("  2gated_delta_net ,local/attention,1 attention ", (G, G, L, A)),
         ("a/b/attention", (Element("attention", "a/b"),)),
+        (
+            "2 attention+ moe, b/moe",
+            (*[Element("attention", "", Element("moe"))] * 2, Element("moe", "b")),
+        ),
+        ("l/attention + f/moe", (Element("attention", "l", Element("moe", "f")),)),
     ],
 )
 def test_parse(text, expected):
@@ -31,10 +36,13 @@ def test_parse(text, expected):
         ("3", "character 2: expected a layer name, got the end"),
         ("3 3 mamba2", "character 3: expected a layer name, got '3'"),
         ("0 mamba2", "character 1: expected a count of at least 1, got '0'"),
-        ("mamba2 attention", "character 8: expected ',' or the end, got 'attention'"),
+        ("mamba2 attention", "character 8: expected '\\+', ',' or the end, got 'attention'"),
         ("local/", "character 7: expected a layer name, got the end"),
         ("mamba2, *attention", r"character 9: expected a count or a layer name, got '\*'"),
-        ("mamba2; attention", "character 7: expected ',' or the end, got ';'"),
+        ("mamba2 + ", "character 10: expected a feed-forward part, got the end"),
+        ("mamba2 + 2 moe", "character 10: expected a feed-forward part, got '2'"),
+        ("mamba2 + moe + moe", "character 14: expected ',' or the end, got '\\+'"),
+        ("mamba2; attention", "character 7: expected '\\+', ',' or the end, got ';'"),
     ],
 )
 def test_errors_name_the_place_and_what_was_expected(text, message):

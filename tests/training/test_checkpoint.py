@@ -58,6 +58,19 @@ def test_everything_comes_back(tmp_path, data):
     reader = Checkpointer(tmp_path / "checkpoints", read_only=True)
     params = reader.restore_params(3, state.params, shardings_of(state).params)
     np.testing.assert_array_equal(params["a.kernel"], state.params["a.kernel"])
+    places = shardings_of(state).variables
+    variables = reader.restore_variables(3, state.variables, places)
+    assert variables == state.variables
+    assert reader.restore_variables(3, {}, {}) == {}
+    for wrong, match in (
+        ({"b": jnp.ones(2)}, "'variables/b' is missing"),
+        (
+            {"rng.count": jnp.ones(2)},
+            r"'variables/rng.count' has shape \(\), the model's is \(2,\)",
+        ),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=match):
+            reader.restore_variables(3, wrong, places)
     reader.close()
 
 

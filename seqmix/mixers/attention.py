@@ -17,7 +17,7 @@ from seqmix.mixers import _checks as check
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import contract, operand_dtype
 from seqmix.mixers._segments import mask_padding
-from seqmix.mixers.kv_cache import KVCache, append, place, slot_positions
+from seqmix.mixers.kv_cache import KVCache, append, outgrown, place, slot_positions
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
 IMPLEMENTATIONS = ("dense", "chunked", "cudnn")
@@ -91,9 +91,9 @@ def attention(
         options = _Options(causal, window or _NO_WINDOW, logit_softcap, float(scale))
         chunk = time if impl == "dense" else min(time, chunk_size or DEFAULT_CHUNK)
         out = _attend(q, k, v, initial_state, at, sinks, options, chunk)
-    if causal and (window is None or slots < window):
-        lost = cache.length > slots
-        out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+    if causal:
+        lost = outgrown(initial_state, cache, at, window)
+        out = jnp.where(lost[..., None, None], jnp.nan, out)
     return mask_padding(segment_ids, out.astype(v.dtype))[0], cache
 
 

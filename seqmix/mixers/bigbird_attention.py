@@ -12,7 +12,7 @@ from seqmix.mixers import _checks as check
 from seqmix.mixers._bigbird import Options
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._segments import mask_padding
-from seqmix.mixers.kv_cache import KVCache, append, place
+from seqmix.mixers.kv_cache import KVCache, append, outgrown, place
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
 IMPLEMENTATIONS = ("dense", "sparse")
@@ -97,14 +97,14 @@ def bigbird_attention(
         held = 0 if initial_state is None else initial_state.key.shape[1]
         slots = time + held if capacity is None else capacity
         cache = append(initial_state, k, v, at, slots)
-        lost = cache.length > slots
+        lost = outgrown(initial_state, cache, at)
     padded = segment_ids is not None
     if impl == "dense":
         out = parts.dense(q, k, v, initial_state, at, options)
     else:
         out = parts.sparse(q, k, v, initial_state, cache, at, options, padded)
     if lost is not None:
-        out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+        out = jnp.where(lost[..., None, None], jnp.nan, out)
     return mask_padding(segment_ids, out.astype(v.dtype))[0], cache
 
 

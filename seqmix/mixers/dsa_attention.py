@@ -20,7 +20,14 @@ from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import contract, operand_dtype
 from seqmix.mixers._segments import mask_padding
 from seqmix.mixers.attention import attention
-from seqmix.mixers.kv_cache import KVCache, append, init_kv_cache, place, slot_positions
+from seqmix.mixers.kv_cache import (
+    KVCache,
+    append,
+    init_kv_cache,
+    outgrown,
+    place,
+    slot_positions,
+)
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
 IMPLEMENTATIONS = ("dense", "sparse")
@@ -162,12 +169,12 @@ def dsa_attention(
         queries = (*queries, *_select(queries, keys, top_k, chunk))
         step = functools.partial(_sparse_chunk, options=options)
         out, loss = _chunked(step, queries, keys, chunk)
-    lost = state.kv.length > slots
-    out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+    lost = outgrown(cache, state.kv, at)
+    out = jnp.where(lost[..., None, None], jnp.nan, out)
     (out,) = mask_padding(segment_ids, out.astype(dtype))
     if not index_loss:
         return out, state
-    return out, state, mask_padding(segment_ids, jnp.where(lost[:, None], jnp.nan, loss))[0]
+    return out, state, mask_padding(segment_ids, jnp.where(lost, jnp.nan, loss))[0]
 
 
 def _check_arguments(name, q, k, v, value_width, cache):

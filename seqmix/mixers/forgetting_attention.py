@@ -19,7 +19,14 @@ from seqmix.mixers._numerics import (
     state_dtype,
 )
 from seqmix.mixers._segments import mask_padding
-from seqmix.mixers.kv_cache import KVCache, append, init_kv_cache, place, slot_positions
+from seqmix.mixers.kv_cache import (
+    KVCache,
+    append,
+    init_kv_cache,
+    outgrown,
+    place,
+    slot_positions,
+)
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
 IMPLEMENTATIONS = ("dense", "chunked")
@@ -119,8 +126,8 @@ def forgetting_attention(
     cache = _append(initial_state, k, v, log_decay, at, slots)
     chunk = time if impl == "dense" else min(time, chunk_size or DEFAULT_CHUNK)
     out = _attend(q, k, v, log_decay, initial_state, at, float(scale), chunk)
-    lost = cache.kv.length > slots
-    out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+    lost = outgrown(None if initial_state is None else initial_state.kv, cache.kv, at)
+    out = jnp.where(lost[..., None, None], jnp.nan, out)
     return mask_padding(segment_ids, out.astype(v.dtype))[0], cache
 
 

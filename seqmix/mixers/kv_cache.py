@@ -85,6 +85,29 @@ def place(cache: KVCache | None, segment_ids: SegmentIds | None, batch: int, tim
     return Placement(runs(segment_ids), segment_positions(segment_ids, length), segment_ids != 0)
 
 
+def outgrown(
+    before: KVCache | None, after: KVCache, at: Placement, window: int | None = None
+) -> jax.Array:
+    """[B, T] tokens whose outputs a cache that is too small makes wrong, in this call or later.
+
+    A row whose last document has outgrown the cache after it, all of it; and what continues a
+    document that had outgrown the cache before it, though another may follow in the row.
+
+    Args:
+      before: the cache before the tokens.
+      after: the cache after them.
+      at: their placement.
+      window: keys that a token sees; a cache of as many slots cannot be outgrown. None: all.
+    """
+
+    def full(cache):
+        slots = cache.key.shape[1]
+        return (cache.length > slots)[:, None] & (window is None or slots < window)
+
+    lost = jnp.broadcast_to(full(after), at.run.shape)
+    return lost if before is None else lost | (full(before) & (at.run == 0))
+
+
 def append(
     cache: KVCache | None,
     key: jax.Array,

@@ -14,7 +14,7 @@ from seqmix.mixers import _longformer as parts
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._longformer import LongformerCache, Options
 from seqmix.mixers._segments import mask_padding
-from seqmix.mixers.kv_cache import append, init_kv_cache, place
+from seqmix.mixers.kv_cache import append, init_kv_cache, outgrown, place
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
 IMPLEMENTATIONS = ("dense", "sparse")
@@ -140,13 +140,13 @@ def longformer_attention(
     cache, lost = None, None
     if causal:
         slots = _slots(time, window, ring, capacity)
-        ring = append(ring, k, v, at, slots)
-        cache = parts.extend(initial_state, ring, (k, v), rows, at, global_tokens)
-        lost = ring.length > slots if slots < window else None
+        after = append(ring, k, v, at, slots)
+        cache = parts.extend(initial_state, after, (k, v), rows, at, global_tokens)
+        lost = outgrown(ring, after, at, window)
     elif global_mask is not None:
-        lost = parts.most_marked(at, marked) > global_tokens
+        lost = (parts.most_marked(at, marked) > global_tokens)[:, None]
     if lost is not None:
-        out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+        out = jnp.where(lost[..., None, None], jnp.nan, out)
     return mask_padding(segment_ids, out.astype(v.dtype))[0], cache
 
 

@@ -21,7 +21,7 @@ from seqmix.mixers._document_blocks import (
 from seqmix.mixers._numerics import contract, state_dtype
 from seqmix.mixers._routed import routed
 from seqmix.mixers._segments import mask_padding
-from seqmix.mixers.kv_cache import KVCache, append, init_kv_cache, place
+from seqmix.mixers.kv_cache import KVCache, append, init_kv_cache, outgrown, place
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
 IMPLEMENTATIONS = ("dense", "sparse")
@@ -121,7 +121,7 @@ def moba_attention(
     else:
         out = _attend(q, k, v, cache, segment_ids, block_size, top_k, scale, impl)
         means = _means(after, block_size)
-    out = jnp.where((after.length > slots)[:, None, None, None], jnp.nan, out)
+    out = jnp.where(outgrown(cache, after, at)[..., None, None], jnp.nan, out)
     out = mask_padding(segment_ids, out.astype(v.dtype))[0]
     return out, MoBAState(after, lax.stop_gradient(means))
 

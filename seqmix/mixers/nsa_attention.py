@@ -17,7 +17,7 @@ from seqmix.mixers._compression import (
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._nsa_branches import Sizes, attend, decode
 from seqmix.mixers._segments import mask_padding
-from seqmix.mixers.kv_cache import KVCache, append, init_kv_cache, place
+from seqmix.mixers.kv_cache import KVCache, append, init_kv_cache, outgrown, place
 from seqmix.typing import Queries, SegmentIds
 
 IMPLEMENTATIONS = ("dense", "sparse")
@@ -188,7 +188,9 @@ def nsa_attention(
             q, k, v, initial_state, after, segment_ids, mlps, sizes, dense=dense
         )
     out = sum(out * gates[..., i, None].astype(out.dtype) for i, out in enumerate(outs))
-    out = jnp.where((after.selected.length > slots)[:, None, None, None], jnp.nan, out)
+    before = None if initial_state is None else initial_state.selected
+    at = place(before, segment_ids, batch, time)
+    out = jnp.where(outgrown(before, after.selected, at)[..., None, None], jnp.nan, out)
     out = mask_padding(segment_ids, out.astype(v.selected.dtype))[0]
     return out, after._replace(compressed=compressed)
 

@@ -255,8 +255,8 @@ def summarise(sums: np.ndarray, z_loss: float, auxiliary: Sequence[str] = ()) ->
 
     Returns:
       "loss" (nats per token), "bits_per_byte", "z_loss" (as added to the objective, per token),
-      "accuracy", "tokens", "bytes", and the layers' metrics per real token, summed over layers.
-      NaN where nothing was counted.
+      "accuracy", "tokens", "bytes", and the layers' metrics per real token, summed over layers
+      (experts': the mean). NaN where nothing was counted.
     """
     values = dict(zip(sum_names(auxiliary), map(float, sums), strict=False))
     tokens, size = values["tokens"], values["bytes"]

@@ -194,6 +194,18 @@ def test_other_documents_and_padding_change_nothing_bitwise(options):
     assert not np.any(np.asarray(out2)[segments == 0])
 
 
+def test_a_window_without_global_tokens_has_gradients():
+    """A cache of no global tokens is filled with nothing, which JAX does not differentiate."""
+    q, k, v = draw(time=5)[:3]
+
+    def loss(function, **options):
+        return quick_jit(jax.grad(lambda q: jnp.sum(jnp.sin(function(q, k, v, **options)[0]))))(q)
+
+    got = loss(mixers.longformer_attention, window=3, global_tokens=0)
+    want = loss(mixers.attention, window=3, impl="dense")
+    assert relative_error(got, want) < FLOAT32_BAR
+
+
 @pytest.mark.parametrize("time", [1, *slow(3)])
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_short_rows(time, tokens):

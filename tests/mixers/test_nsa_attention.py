@@ -12,6 +12,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from seqmix import mixers
+from seqmix.mixers._compression import compress
 from seqmix.mixers._nsa_branches import Sizes
 from tests.mixers import dense_routed
 from tests.mixers.parity import (
@@ -125,6 +126,20 @@ def test_rows_about_as_long_as_a_window_or_a_block(time):
     arguments = draw(time=time)
     out, _ = run(arguments)
     assert relative_error(out, rows(arguments, None)) < FLOAT32_BAR
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bar"), [(jnp.float64, 1e-15), (jnp.float32, 2e-7), (jnp.bfloat16, 2e-3)]
+)
+def test_means_of_windows_are_as_exact_as_their_dtype(dtype, bar):
+    """A third is no number of any of them: it is not rounded before it multiplies."""
+    with jax.enable_x64(True):
+        tokens = jnp.asarray(np.random.default_rng(0).normal(size=(2, 40, 1, 2, 3)), dtype)
+        got = compress(tokens, 3, None)[:, :38]
+        assert got.dtype == dtype
+        wide = np.asarray(tokens, np.float64)[:, :, 0]
+        want = (wide[:, :-2] + wide[:, 1:-1] + wide[:, 2:]) / 3
+        assert relative_error(got, want) < bar
 
 
 def test_no_window_yet_gives_zero_and_no_nan():

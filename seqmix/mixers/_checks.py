@@ -40,6 +40,10 @@ def segments(mixer: str, segment_ids: jax.Array | None, batch: int, time: int) -
     """Raises ValueError unless `segment_ids` is None or integer [B, T]."""
     if segment_ids is None:
         return
+    if not hasattr(segment_ids, "shape"):
+        raise ValueError(
+            f"{mixer}: segment_ids must be an array [B, T], got {type(segment_ids).__name__}"
+        )
     if segment_ids.shape != (batch, time):
         raise ValueError(
             f"{mixer}: segment_ids must have shape [B, T] = [{batch}, {time}], "
@@ -49,9 +53,11 @@ def segments(mixer: str, segment_ids: jax.Array | None, batch: int, time: int) -
         raise ValueError(f"{mixer}: segment_ids must be integers, got {segment_ids.dtype}")
 
 
-def positive(mixer: str, name: str, value: int | None) -> None:
-    """Raises ValueError unless `value` is None or an int >= 1."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+def positive(mixer: str, name: str, value: int | None, *, optional: bool = True) -> None:
+    """Raises ValueError unless `value` is an int >= 1, or None where it is optional."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{mixer}: {name} must be an integer >= 1, got {value!r}")
 
 
@@ -121,6 +127,14 @@ def heads(
         f"values), or {query}'s a multiple of {key}'s and v's (grouped queries); "
         f"got {query} {nq}, {key} {nk}, v {nv}"
     )
+
+
+def state_type(mixer: str, x: object, expected: type) -> None:
+    """Raises ValueError unless `x` is None or an `expected`: states of mixers are not exchanged."""
+    if x is not None and not isinstance(x, expected):
+        raise ValueError(
+            f"{mixer}: initial_state must be a {expected.__name__}, got {type(x).__name__}"
+        )
 
 
 def state(mixer: str, x: jax.Array | None, expected: tuple[int, ...], axes: str) -> None:

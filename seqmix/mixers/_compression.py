@@ -29,8 +29,8 @@ class NSACompression(NamedTuple):
 
 def check_windows(name: str, size: int, stride: int) -> None:
     """Raises ValueError unless windows of `size` tokens, `stride` apart, can be compressed."""
-    check.positive(name, "compression_block", size)
-    check.positive(name, "stride", stride)
+    check.positive(name, "compression_block", size, optional=False)
+    check.positive(name, "stride", stride, optional=False)
     if size < 2 or size % stride:
         raise ValueError(
             f"{name}: compression_block must be >= 2 and a multiple of stride = {stride}, "
@@ -52,6 +52,10 @@ def check_compression(name: str, label: str, mlp: NSACompression | None, size: i
     """Raises ValueError unless `mlp` is None or fits windows of `size` tokens of x [B, T, H, X]."""
     if mlp is None:
         return
+    if not isinstance(mlp, NSACompression):
+        raise ValueError(
+            f"{name}: {label} must be an NSACompression or None, got {type(mlp).__name__}"
+        )
     heads, width = x.shape[2:]
     units = mlp.hidden.shape[-1] if hasattr(mlp.hidden, "shape") and mlp.hidden.ndim else 0
     for part, axes, expected in (

@@ -98,6 +98,7 @@ def attention(
 
 
 def _check_arguments(name, q, k, v, causal, window, logit_softcap, sinks, cache):
+    check.state_type(name, cache, KVCache)
     heads = check.heads(name, q, k, v)
     if heads.values != 1:
         raise ValueError(

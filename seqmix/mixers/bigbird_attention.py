@@ -110,9 +110,7 @@ def bigbird_attention(
 
 def _check_options(name, block_size, window_blocks, random_blocks, seed, causal):
     for label, value in (("block_size", block_size), ("window_blocks", window_blocks)):
-        check.positive(name, label, value)
-        if value is None:
-            raise ValueError(f"{name}: {label} must be an integer >= 1, got None")
+        check.positive(name, label, value, optional=False)
     if not causal and window_blocks % 2 == 0:
         raise ValueError(
             f"{name}: window_blocks must be odd with causal=False, as many blocks on either side, "
@@ -124,6 +122,7 @@ def _check_options(name, block_size, window_blocks, random_blocks, seed, causal)
 
 
 def _check_cache(name, cache, k, v, causal):
+    check.state_type(name, cache, KVCache)
     if not causal:
         raise ValueError(f"{name}: initial_state needs causal=True")
     batch, slots = k.shape[0], cache.key.shape[1]

@@ -129,12 +129,12 @@ def dsa_attention(
       ValueError: for shapes, dtypes or options off the above, or an impl that cannot run.
     """
     name = "dsa_attention"
+    check.state_type(name, initial_state, DSACache)
     width = _check_arguments(name, q, k, v, value_width, initial_state)
     indexer.check_arguments(name, q, index_q, index_k, index_weights)
     batch, time = q.shape[:2]
-    if top_k is None:
-        raise ValueError(f"{name}: top_k must be an integer >= 1, got None")
-    for option, value in (("top_k", top_k), ("chunk_size", chunk_size), ("capacity", capacity)):
+    check.positive(name, "top_k", top_k, optional=False)
+    for option, value in (("chunk_size", chunk_size), ("capacity", capacity)):
         check.positive(name, option, value)
     if stage not in STAGES:
         raise ValueError(f"{name}: stage must be one of {list(STAGES)}, got {stage!r}")

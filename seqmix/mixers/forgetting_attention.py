@@ -132,6 +132,7 @@ def forgetting_attention(
 
 
 def _check_cache(name, cache, k, v, heads):
+    check.state_type(name, cache, ForgettingCache)
     batch, slots = cache.kv.key.shape[:2]
     for label, x, new in (("key", cache.kv.key, k), ("value", cache.kv.value, v)):
         expected = (new.shape[0], slots, *new.shape[2:])

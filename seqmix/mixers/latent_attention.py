@@ -161,6 +161,7 @@ def _check_arguments(name, q, latent, key_up, value_up, cache):
         )
     shared = width - content
     check.shape(name, "latent", latent, (batch, time, rank + shared), "B T R+P")
+    check.state_type(name, cache, LatentCache)
     if cache is not None:
         expected = (batch, cache.latent.shape[1], rank + shared)
         check.shape(name, "initial_state.latent", cache.latent, expected, "B S R+P")

@@ -171,9 +171,7 @@ def _global_rows(name, local, rows):
 
 
 def _check_options(name, window, global_tokens, causal):
-    check.positive(name, "window", window)
-    if window is None:
-        raise ValueError(f"{name}: window must be an integer >= 1, got None")
+    check.positive(name, "window", window, optional=False)
     if not causal and window % 2:
         raise ValueError(
             f"{name}: window must be even with causal=False, half on either side, got {window}"
@@ -192,14 +190,15 @@ def _check_mask(name, mask, causal, global_tokens, shape):
         )
     if global_tokens == 0:
         raise ValueError(f"{name}: global_tokens must be >= 1 with global_mask, got 0")
-    if mask.shape != shape or mask.dtype != jnp.bool_:
+    if getattr(mask, "shape", None) != shape or mask.dtype != jnp.bool_:
+        came = f"{mask.dtype} {list(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
         raise ValueError(
-            f"{name}: global_mask must be bool of shape [B, T] = {list(shape)}, "
-            f"got {mask.dtype} {list(mask.shape)}"
+            f"{name}: global_mask must be bool of shape [B, T] = {list(shape)}, got {came}"
         )
 
 
 def _check_cache(name, cache, k, v, rows, causal, global_tokens):
+    check.state_type(name, cache, LongformerCache)
     if not causal:
         raise ValueError(f"{name}: initial_state needs causal=True")
     batch, slots = k.shape[0], cache.ring.key.shape[1]

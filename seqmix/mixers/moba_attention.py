@@ -48,7 +48,7 @@ def init_moba_state(
     Raises:
       ValueError: if a size is < 1.
     """
-    check.positive("init_moba_state", "block_size", block_size)
+    check.positive("init_moba_state", "block_size", block_size, optional=False)
     cache = init_kv_cache(batch, capacity, heads, key_width, value_width, dtype)
     blocks = max(1, capacity // block_size)
     means = jnp.zeros((batch, blocks, heads, key_width), state_dtype(cache.key))
@@ -102,8 +102,10 @@ def moba_attention(
     name = "moba_attention"
     selection.check_heads(name, q, k, v)
     batch, time = q.shape[:2]
-    for option, value in (("block_size", block_size), ("top_k", top_k), ("capacity", capacity)):
-        check.positive(name, option, value)
+    for option, value in (("block_size", block_size), ("top_k", top_k)):
+        check.positive(name, option, value, optional=False)
+    check.positive(name, "capacity", capacity)
+    check.state_type(name, initial_state, MoBAState)
     check.segments(name, segment_ids, batch, time)
     impl = choose(name, impl, IMPLEMENTATIONS, time=time, default="sparse")
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -150,6 +150,12 @@ def nsa_attention(
       ValueError: for shapes, dtypes or options off the above, or an impl that cannot run.
     """
     name = "nsa_attention"
+    check.state_type(name, initial_state, NSAState)
+    for label, x in (("k", k), ("v", v)):
+        if not isinstance(x, (tuple, list)) or len(x) != len(NSABranches._fields):
+            raise ValueError(
+                f"{name}: {label} must be an NSABranches of three arrays, got {type(x).__name__}"
+            )
     k, v = NSABranches(*k), NSABranches(*v)
     for branch in NSABranches._fields:
         key, value = getattr(k, branch), getattr(v, branch)
@@ -213,8 +219,11 @@ def _append(state, k, v, segment_ids, slots, sizes):
 
 def _check_sizes(name, sizes):
     for option, value in zip(sizes._fields[:-1], sizes, strict=False):
-        if option != "initial_blocks" or value != 0:
-            check.positive(name, option, value)
+        if option != "initial_blocks":
+            check.positive(name, option, value, optional=False)
+    initial = sizes.initial_blocks
+    if isinstance(initial, bool) or not isinstance(initial, int) or initial < 0:
+        raise ValueError(f"{name}: initial_blocks must be an integer >= 0, got {initial!r}")
     check_windows(name, sizes.compression_block, sizes.stride)
     if sizes.block_size % sizes.stride:
         raise ValueError(

@@ -248,6 +248,8 @@ def test_memory_does_not_hold_all_pairs():
         ({"impl": "chunkwise"}, "impl must be one of"),
         ({"capacity": 0}, "capacity must be an integer >= 1"),
         ({"segment_ids": np.ones((2, 3), np.int32)}, "segment_ids must have shape"),
+        ({"segment_ids": [[1] * 45] * 2}, r"segment_ids must be an array \[B, T\], got list"),
+        ({"initial_state": ()}, "initial_state must be a KVCache, got tuple"),
         ({"v": np.ones((2, 45, 4, 6), np.float32)}, "heads"),
         ({"k": np.ones((2, 45, 2, 9), np.float32)}, "k must have the key width of q"),
     ],

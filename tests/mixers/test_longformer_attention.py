@@ -264,6 +264,10 @@ ARRAYS = dict(zip(("q", "k", "v", "q_global", "k_global", "v_global"), draw(), s
             {"global_mask": np.ones((2, 9), bool), "causal": False, "window": 4},
             r"global_mask must be bool of shape \[B, T\] = \[2, 45\], got bool \[2, 9\]",
         ),
+        (
+            {"global_mask": [[True] * 45] * 2, "causal": False, "window": 4},
+            r"global_mask must be bool of shape \[B, T\] = \[2, 45\], got list",
+        ),
         ({"k_global": None}, "must be given together, .* k_global None"),
         ({"v_global": np.ones((2, 45, 2, 5), np.float32)}, r"v_global must have shape"),
         ({"initial_state": empty(9), "causal": False, "window": 4}, "needs causal=True"),

@@ -188,6 +188,8 @@ def test_cost_grows_with_the_tokens():
     [
         ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
         ({"block_size": 0}, "block_size must be an integer >= 1, got 0"),
+        ({"top_k": None}, "top_k must be an integer >= 1, got None"),
+        ({"initial_state": ()}, "initial_state must be a MoBAState, got tuple"),
         ({"capacity": 0}, "capacity must be an integer >= 1"),
         ({"impl": "pallas"}, "impl='pallas' has no kernel"),
         ({"impl": "chunked"}, "impl must be one of"),

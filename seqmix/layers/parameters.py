@@ -34,10 +34,10 @@ class Float32Param(NoDecayParam):
 
 
 class Buffer(nnx.Variable):
-    """Numbers of a layer that no gradient trains, always float32.
+    """Numbers of a layer that no gradient trains; floats are always float32.
 
-    Most are fixed, such as the slopes of heads; a step may change others by a rule of the layer's
-    (`seqmix.models.MoE.finish_step`).
+    Most are fixed, such as the slopes of heads; the `finish_step` of a layer (`Performer`) or of a
+    feed-forward part (`MoE`) may change others after each training step.
     """
 
 

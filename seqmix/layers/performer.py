@@ -28,6 +28,8 @@ class PerformerConfig:
       features: random features of a head.
       constant_norm: random directions all of length sqrt(head_width), not of Gaussian lengths.
       epsilon: keeps features from vanishing.
+      redraw_every: training steps after which the random projection is drawn anew, as the paper
+        does; default never.
       chunk_size: tokens of a chunk; default: the mixer's choice.
       impl: implementation of the mixer, see `seqmix.mixers.performer_attention`.
     """
@@ -37,11 +39,12 @@ class PerformerConfig:
     features: int = 256
     constant_norm: bool = False
     epsilon: float = 1e-6
+    redraw_every: int | None = None
     chunk_size: int | None = None
     impl: str = "auto"
 
     def __post_init__(self):
-        checks.at_least(self, 1, "heads", "head_width", "features", "chunk_size")
+        checks.at_least(self, 1, "heads", "head_width", "features", "chunk_size", "redraw_every")
         checks.positive(self, "epsilon")
 
     def flops_per_token(self, width: int, context: float) -> float:
@@ -66,8 +69,8 @@ class PerformerConfig:
 class Performer(nnx.Module):
     """y = W_o o with o from `seqmix.mixers.performer_attention`; q, k, v = x W.
 
-    The heads share the random projection. It is drawn once and is no parameter; `redraw_features`
-    draws another one, as the paper does from time to time. Use the same for evaluation.
+    The heads share the random projection. It is no parameter; `redraw_features` draws another one,
+    training does every `PerformerConfig.redraw_every` steps. A checkpoint keeps it.
     """
 
     def __init__(
@@ -88,6 +91,9 @@ class Performer(nnx.Module):
         self.value = Linear(width, inner, **common)
         self.output = Linear(inner, width, scale=layer.residual_scale, **common)
         self.projection = Buffer(_draw(config, rngs.params()))
+        redrawn = config.redraw_every is not None
+        self.steps = Buffer(jnp.zeros((), jnp.int32)) if redrawn else None
+        self.key = Buffer(jax.random.key_data(rngs.params())) if redrawn else None
         self.config = config
         self.heads = heads
 
@@ -129,6 +135,27 @@ class Performer(nnx.Module):
         )
         y = self.output(out.reshape(batch, time, -1))
         return y, None if cache is None else state
+
+    def finish_step(self) -> None:
+        """Counts a training step, and draws a new projection after the last of `redraw_every`.
+
+        Under a scanned stack, the arrays have an axis of periods in front.
+        """
+        config = self.config
+        if config.redraw_every is None:
+            return
+
+        def follow(layer):
+            steps, key, projection = layer
+            key = jax.random.fold_in(jax.random.wrap_key_data(key), steps)
+            due = steps % config.redraw_every == 0
+            return jax.lax.cond(due, lambda: _draw(config, key), lambda: projection)
+
+        steps = self.steps[...] + 1
+        layers = (steps, self.key[...], self.projection[...])
+        # A map runs one branch of each layer, where vmap would run both.
+        self.projection[...] = jax.lax.map(follow, layers) if steps.ndim else follow(layers)
+        self.steps[...] = steps
 
     def init_cache(self, batch: int, capacity: int) -> mixers.PerformerState:
         """An empty state; its size does not depend on ``capacity``."""

@@ -152,7 +152,7 @@ class HybridLM(nnx.Module):
         return self.stack.auxiliary_names
 
     def finish_step(self) -> None:
-        """Ends a training step: experts' selection biases follow the load that it counted."""
+        """Ends a training step: what it changes without a gradient, such as selection biases."""
         self.stack.finish_step()
 
     def logits(self, hidden: jax.Array) -> jax.Array:

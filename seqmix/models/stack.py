@@ -154,10 +154,11 @@ class Stack(nnx.Module):
         return tuple(sorted({name for block in self._blocks for name in block.auxiliary_names}))
 
     def finish_step(self) -> None:
-        """Lets layers with experts change their selection bias by the load since the last time."""
+        """Ends a training step for the parts that a step changes without a gradient."""
         for block in self._blocks:
-            if hasattr(block.feed_forward, "finish_step"):
-                block.feed_forward.finish_step()
+            for part in (block.mixer, block.feed_forward):
+                if hasattr(part, "finish_step"):
+                    part.finish_step()
 
     @property
     def _blocks(self) -> tuple[Block, ...]:

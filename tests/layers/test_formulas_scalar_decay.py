@@ -270,6 +270,38 @@ def test_redrawing_changes_every_projection_and_nothing_else():
     assert not np.allclose(old, single.projection[...])
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_training_redraws_projections_every_so_many_steps(scan):
+    mixer = PerformerConfig(head_width=4, features=6, redraw_every=2)
+    config = HybridLMConfig(
+        vocabulary=7, width=8, layers=2, pattern="performer", mixers={"performer": mixer}, scan=scan
+    )
+    model = HybridLM(config, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def finish(state):
+        model = nnx.merge(graph, state)
+        model.finish_step()
+        return nnx.split(model)[1]
+
+    def projections(state):
+        model = nnx.merge(graph, state)
+        blocks = (*model.stack.leading, *model.stack.periods)
+        return np.concatenate([np.reshape(b.mixer.projection[...], (-1, 6, 4)) for b in blocks])
+
+    drawn = [projections(state)]
+    for _ in range(4):
+        state = finish(state)
+        drawn.append(projections(state))
+    np.testing.assert_array_equal(drawn[1], drawn[0])
+    np.testing.assert_array_equal(drawn[3], drawn[2])
+    fresh = [p for step in (0, 2, 4) for p in drawn[step]]
+    assert len({p.tobytes() for p in fresh}) == 6
+    first = drawn[4][0][:4]  # directions of a block are orthogonal
+    np.testing.assert_allclose(first @ first.T, np.diag(np.diag(first @ first.T)), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -14,7 +14,7 @@ INPUTS := setup.py constraints-common.txt $(CONSTRAINTS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-slow test-oldest test-other lint format golden clean
+.PHONY: demo test test-slow test-oldest lint format golden clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -27,17 +27,11 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
-
-# The tests on the other one of Python 3.12 and 3.13, where the machine has it.
-test-other: $(VENV)/.installed-dev
+# The tests with the oldest JAX, on the other one of Python 3.12 and 3.13 where the machine has it.
+test-oldest: $(VENV)/.installed-dev
 	@version=$$($(BIN)/python -c 'import sys; print({12: "3.13"}.get(sys.version_info[1], "3.12"))'); \
-	if python=$$(tools/find_python.sh $$version); then \
-		$(MAKE) test VENV=.venv-$$version PYTHON=$$python; \
-	else \
-		echo "Not tested on Python $$version."; \
-	fi
+	python=$$(tools/find_python.sh $$version) || python=; \
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt $${python:+PYTHON=$$python}
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

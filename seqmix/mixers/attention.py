@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax attention over packed rows, with a key-value cache as its state.
 
-The dense kernels are the vendors' (cuDNN through `jax.nn.dot_product_attention`); this file holds
-the contract around them: documents, windows, grouped heads, caches.
+The dense kernels are the vendors' (cuDNN through `jax.nn.dot_product_attention` on GPU, Splash on
+TPU); this file holds the contract around them: documents, windows, grouped heads, caches.
 """
 
 import functools
@@ -14,13 +14,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
+from seqmix.mixers import _splash
 from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import contract, operand_dtype
 from seqmix.mixers._segments import mask_padding
 from seqmix.mixers.kv_cache import KVCache, append, outgrown, place, slot_positions
 from seqmix.typing import Keys, Queries, SegmentIds, Values
 
-IMPLEMENTATIONS = ("dense", "chunked", "cudnn")
+IMPLEMENTATIONS = ("dense", "chunked", "cudnn", "splash")
 DEFAULT_CHUNK = 256
 _NO_WINDOW = 2**30
 
@@ -58,7 +59,7 @@ def attention(
         passes a constant (rings take at most `window` of them). Where a document outgrows a
         cache that its window does not bound, the row's outputs are NaN.
       chunk_size: queries per step of 'chunked', None for 256. Changes speed and rounding only.
-      impl: 'dense' (the definition), 'chunked', 'cudnn' or 'auto'.
+      impl: 'dense' (the definition), 'chunked', 'cudnn' (GPU), 'splash' (TPU) or 'auto'.
 
     Returns:
       out: [B, T, Hq, V] in the dtype of v; 0 at padding.
@@ -75,18 +76,31 @@ def attention(
     check.positive(name, "capacity", capacity)
     slots = _slots(name, time, window, initial_state, capacity)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    refusal = _cudnn_refusal(q, k, v, causal, logit_softcap, sinks, initial_state)
-    available = IMPLEMENTATIONS if refusal is None else IMPLEMENTATIONS[:2]
-    if impl == "cudnn" and refusal is not None:
-        raise ValueError(f"{name}: impl='cudnn' cannot run: {refusal}")
-    default = "chunked" if refusal else "cudnn"
-    impl = choose(name, impl, available, time=time, default=default)
+    refusals = {
+        "cudnn": _cudnn_refusal(q, k, v, causal, logit_softcap, sinks, initial_state),
+        "splash": _splash.refusal(q, k, v, causal, sinks, initial_state),
+    }
+    if refusals.get(impl) is not None:
+        raise ValueError(f"{name}: impl={impl!r} cannot run: {refusals[impl]}")
+    available = [i for i in IMPLEMENTATIONS if refusals.get(i) is None]
+    impl = choose(name, impl, available, time=time, default=_default(available))
 
     q, k, v = mask_padding(segment_ids, q, k, v)
     at = place(initial_state, segment_ids, batch, time)
     cache = append(initial_state, k, v, at, slots)
     if impl == "cudnn":
         out = _cudnn(q, k, v, window, scale, segment_ids, at)
+    elif impl == "splash":
+        out = _splash.attend(
+            q,
+            k,
+            v,
+            at,
+            packed=segment_ids is not None,
+            window=window,
+            logit_softcap=logit_softcap,
+            scale=scale,
+        )
     else:
         options = _Options(causal, window or _NO_WINDOW, logit_softcap, float(scale))
         chunk = time if impl == "dense" else min(time, chunk_size or DEFAULT_CHUNK)
@@ -124,6 +138,13 @@ def _check_arguments(name, q, k, v, causal, window, logit_softcap, sinks, cache)
             f"{name}: initial_state.length must have shape [B] = [{batch}], "
             f"got {list(cache.length.shape)}"
         )
+
+
+def _default(available):
+    """What 'auto' takes: a vendor's kernel where one can run, in the program that it is part of."""
+    if "cudnn" in available:
+        return "cudnn"
+    return "splash" if "splash" in available and not _splash.may_be_partitioned() else "chunked"
 
 
 def _slots(name, time, window, cache, capacity):

@@ -50,6 +50,26 @@ CASES = {
     **cases_vector_delta.CASES,
 }
 
+# Variants of a layer that another case covers.
+VARIANTS = (
+    "window",
+    "latent_dsa",
+    "jamba",
+    "hedgehog",
+    "exponential",
+    "grouped_gla",
+    "gated_output",
+    "bounded_kda",
+    "mamba2s",
+)
+
+
+def cases():
+    """All names, those of variants left to the slow suite."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in CASES
+    ]
+
 
 class Case:
     """A layer, one compiled function of it, and what it gives for a batch of whole rows."""
@@ -81,7 +101,7 @@ class Case:
         return y.swapaxes(0, 1), cache
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=cases())
 def case(request):
     return Case(request.param)
 

@@ -21,11 +21,21 @@ from tests.mixers.cases import (
     draw,
     draw_segments,
     draw_state,
+    slow,
     sparing,
 )
 from tests.mixers.parity import FLOAT32_BAR, cast, quick_jit, relative_error, tree_error
 
 DECODE_FORMS = sparing([*FORMS, *((name, "recurrent") for name in CORES)])
+# Transformations act on a form as a whole: one form of each core, the rest in the slow suite.
+TRANSFORMED = [
+    *((name, "chunked") for name in CORES),
+    *(
+        pytest.param(name, impl, marks=pytest.mark.slow)
+        for name, impl in [*FORMS, *((name, "recurrent") for name in CORES)]
+        if impl != "chunked" or name not in CORES
+    ),
+]
 
 
 @functools.partial(quick_jit, static_argnames=("name", "impl"))
@@ -84,7 +94,7 @@ def test_token_by_token_equals_one_pass(name):
 
 
 @pytest.mark.parametrize("name", CORES)
-@pytest.mark.parametrize("boundary", [64, 50])
+@pytest.mark.parametrize("boundary", [50, *slow(64)])
 def test_packed_documents_equal_separate_ones(name, boundary):
     """Boundary on a chunk's edge and inside a chunk; outputs and gradients, batch of two rows."""
     shape = Shape(time=100)
@@ -202,7 +212,7 @@ def test_matmul_precision_setting_changes_nothing(name):
     jax.tree.map(np.testing.assert_array_equal, *outs)
 
 
-@pytest.mark.parametrize(("name", "impl"), DECODE_FORMS)
+@pytest.mark.parametrize(("name", "impl"), TRANSFORMED)
 def test_vmap_and_remat(name, impl):
     shape = Shape(batch=2, time=20)
     arrays = float32_case(name, shape)
@@ -222,7 +232,7 @@ def test_vmap_and_remat(name, impl):
         assert relative_error(remat[n], plain[n]) < FLOAT32_BAR, n
 
 
-@pytest.mark.parametrize(("name", "impl"), DECODE_FORMS)
+@pytest.mark.parametrize(("name", "impl"), TRANSFORMED)
 def test_inside_shard_map(name, impl):
     """Constants of the scans take the mesh axes that their inputs vary over."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -107,6 +107,26 @@ def test_grid(time, grid):
     assert _splash._grid(time) == grid
 
 
+def test_auto_takes_it_only_where_xla_does_not_partition(interpreted, monkeypatch):
+    q, k, v, _ = (x[:, :8] for x in draw())
+
+    def taken(check_vma=None):
+        attend = lambda q: mixers.attention(q, k, v)[0]  # noqa: E731
+        if check_vma is not None:
+            mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+            rows = jax.sharding.PartitionSpec()
+            attend = jax.shard_map(
+                attend, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma
+            )
+        return "pallas_call" in str(jax.make_jaxpr(attend)(q))
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert taken()
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not taken()
+    assert taken(check_vma=False)
+
+
 def test_declines_with_a_reason():
     q, k, v, _ = draw()
     assert _splash._unsupported(q, k, v, True, None, None) is None

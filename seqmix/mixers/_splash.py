@@ -130,7 +130,8 @@ def attend(
         run = jnp.take_along_axis(run, order, axis=1)
         q, k, v = (jnp.take_along_axis(x, order[..., None, None], axis=1) for x in (q, k, v))
     padded, block = _grid(time)
-    static = _Static(padded, block, q.shape[2], window, logit_softcap, interpret)
+    cap = None if logit_softcap is None else float(logit_softcap)
+    static = _Static(padded, block, q.shape[2], window, cap, interpret)
     out = _kernels(static, *(_heads_first(x, padded) for x in (q, k, v)), _segments(run, padded))
     out = jnp.swapaxes(out, 1, 2)[:, :time]
     if not move:

@@ -34,8 +34,8 @@ def choose(
     if impl == "auto":
         if time == 1 and "recurrent" in available:
             return "recurrent"
-        backend = jax.default_backend()
-        _log_once(mixer, default, f"no Pallas kernel for this family on backend '{backend}'")
+        reason = "no Pallas kernel for this family" if default == "chunked" else "the fastest"
+        _log_once(mixer, default, f"{reason} on backend '{jax.default_backend()}'")
         return default
     if impl in available:
         return impl

@@ -93,7 +93,7 @@ class Performer(nnx.Module):
         self.projection = Buffer(_draw(config, rngs.params()))
         redrawn = config.redraw_every is not None
         self.steps = Buffer(jnp.zeros((), jnp.int32)) if redrawn else None
-        self.key = Buffer(jax.random.key_data(rngs.params())) if redrawn else None
+        self.draw_key = Buffer(jax.random.key_data(rngs.params())) if redrawn else None
         self.config = config
         self.heads = heads
 
@@ -152,7 +152,7 @@ class Performer(nnx.Module):
             return jax.lax.cond(due, lambda: _draw(config, key), lambda: projection)
 
         steps = self.steps[...] + 1
-        layers = (steps, self.key[...], self.projection[...])
+        layers = (steps, self.draw_key[...], self.projection[...])
         # A map runs one branch of each layer, where vmap would run both.
         self.projection[...] = jax.lax.map(follow, layers) if steps.ndim else follow(layers)
         self.steps[...] = steps

@@ -15,7 +15,7 @@ from seqmix.layers import checks
 from seqmix.layers.bidirectional import refuse_cache
 from seqmix.layers.linear import Linear
 from seqmix.layers.registry import LayerInfo, register
-from seqmix.layers.rotary import rotary, rotary_width, token_positions
+from seqmix.layers.rotary import rotary_width, rotated
 
 
 @configs.configurable("BigBird")
@@ -170,12 +170,9 @@ class BigBird(nnx.Module):
             project(x).reshape(batch, time, -1, config.head_width)
             for project in (self.query, self.key, self.value)
         )
-        if self.rotary_width:
-            if positions is None:
-                length = None if cache is None else cache.length
-                positions = token_positions(x, segment_ids, length)
-            rotate = {"width": self.rotary_width, "base": config.rotary_base}
-            query, key = (rotary(z, positions, **rotate) for z in (query, key))
+        length = None if cache is None else cache.length
+        rotate = {"width": self.rotary_width, "base": config.rotary_base}
+        query, key = rotated((query, key), positions, segment_ids, length, **rotate)
         out, state = mixers.bigbird_attention(
             query,
             key,

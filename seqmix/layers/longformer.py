@@ -15,7 +15,7 @@ from seqmix.layers import checks
 from seqmix.layers.bidirectional import refuse_cache
 from seqmix.layers.linear import Linear
 from seqmix.layers.registry import LayerInfo, register
-from seqmix.layers.rotary import rotary, rotary_width, token_positions
+from seqmix.layers.rotary import rotary_width, rotated
 
 
 @configs.configurable("Longformer")
@@ -172,15 +172,12 @@ class Longformer(nnx.Module):
         if not config.causal:
             refuse_cache("Longformer", cache)
         batch, time, _ = x.shape
-        if self.rotary_width and positions is None:
-            length = None if cache is None else cache.ring.length
-            positions = token_positions(x, segment_ids, length)
+        length = None if cache is None else cache.ring.length
+        rotate = {"width": self.rotary_width, "base": config.rotary_base}
 
         def heads(query: Linear, key: Linear, value: Linear) -> list[jax.Array]:
             made = [p(x).reshape(batch, time, -1, config.head_width) for p in (query, key, value)]
-            if self.rotary_width:
-                options = {"width": self.rotary_width, "base": config.rotary_base}
-                made[:2] = (rotary(z, positions, **options) for z in made[:2])
+            made[:2] = rotated(made[:2], positions, segment_ids, length, **rotate)
             return made
 
         arrays = heads(self.query, self.key, self.value)

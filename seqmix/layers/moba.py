@@ -15,7 +15,7 @@ from seqmix.layers import checks
 from seqmix.layers.linear import Linear
 from seqmix.layers.norms import RMSNorm
 from seqmix.layers.registry import LayerInfo, register
-from seqmix.layers.rotary import rotary, rotary_width, token_positions
+from seqmix.layers.rotary import rotary_width, rotated
 
 
 @configs.configurable("MoBA")
@@ -149,11 +149,9 @@ class MoBA(nnx.Module):
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         held = cache if self.config.full or cache is None else cache.cache
-        if self.rotary_width:
-            if positions is None:
-                positions = token_positions(x, segment_ids, None if held is None else held.length)
-            rotate = {"width": self.rotary_width, "base": self.config.rotary_base}
-            query, key = (rotary(z, positions, **rotate) for z in (query, key))
+        length = None if held is None else held.length
+        rotate = {"width": self.rotary_width, "base": self.config.rotary_base}
+        query, key = rotated((query, key), positions, segment_ids, length, **rotate)
         options = {
             "segment_ids": segment_ids,
             "initial_state": cache,

@@ -16,7 +16,7 @@ from seqmix.layers.linear import Linear
 from seqmix.layers.norms import RMSNorm
 from seqmix.layers.parameters import EmbeddingParam, NoDecayParam
 from seqmix.layers.registry import LayerInfo, register
-from seqmix.layers.rotary import rotary, rotary_width, token_positions
+from seqmix.layers.rotary import rotary_width, rotated
 
 BRANCHES = 3
 
@@ -236,12 +236,9 @@ class NSA(nnx.Module):
         )
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary_width:
-            if positions is None:
-                start = None if cache is None else cache.selected.length
-                positions = token_positions(x, segment_ids, start)
-            rotate = {"width": self.rotary_width, "base": config.rotary_base}
-            query, key = (rotary(z, positions, **rotate) for z in (query, key))
+        length = None if cache is None else cache.selected.length
+        rotate = {"width": self.rotary_width, "base": config.rotary_base}
+        query, key = rotated((query, key), positions, segment_ids, length, **rotate)
         gates = jax.nn.sigmoid(self.gate(x, out_dtype=jnp.float32))
         out, state = mixers.nsa_attention(
             query,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (arXiv 2104.09864): whole or partial, two layouts of pairs, scaled."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -82,3 +84,27 @@ def token_positions(
     """
     ids = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     return mixers.segment_positions(ids, length)
+
+
+def rotated(
+    heads: Sequence[jax.Array],
+    positions: jax.Array | None,
+    segment_ids: jax.Array | None,
+    length: jax.Array | None,
+    *,
+    width: int,
+    base: float,
+) -> Sequence[jax.Array]:
+    """Queries and keys, each [B, T, H, K], rotated by `rotary`; as they are where ``width`` is 0.
+
+    Args:
+      heads: what is rotated.
+      positions: [B, T] int32; None: those of `token_positions`.
+      segment_ids, length: of `token_positions`.
+      width, base: of `rotary`.
+    """
+    if not width:
+        return heads
+    if positions is None:
+        positions = token_positions(heads[0], segment_ids, length)
+    return tuple(rotary(x, positions, width=width, base=base) for x in heads)

@@ -15,6 +15,7 @@ _SUBMODULES = (
     "config",
     "data",
     "inference",
+    "interop",
     "layers",
     "mixers",
     "models",

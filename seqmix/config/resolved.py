@@ -3,6 +3,7 @@
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from seqmix.config import parse, registry
@@ -110,7 +111,11 @@ class _Writer:
         for child in children:
             own = "/".join(filter(None, [scope, child.scope]))
             self.place(values[child.field][child.key], own, child.key, fixed=True)
-        return {child.field for child in children}
+        fields = {child.field for child in children}
+        if hasattr(cls, "gin_children"):
+            # A mapping of children that is empty has no text: gin could not bind it later.
+            fields |= {n for n, v in values.items() if isinstance(v, Mapping) and not v}
+        return fields
 
     def _value(self, value: Any, scope: str, hint: str, path: str, indent: int) -> str:
         if registry.is_registered(type(value)):

@@ -132,6 +132,8 @@ class DataConfig:
         packing_window: Tokens that are packed, and whose rows are shuffled, together. A larger
             window mixes documents better; after a resume one window is planned again.
         seed: Of the order of documents and rows.
+        meta_tokens: Ids above the vocabulary that every segment begins with, as many as the model's
+            `HybridLM.meta_tokens`; they are among a row's tokens.
         cache_dir: Folder for token stores and trained tokenizers; None: `$SEQMIX_CACHE`, else
             `~/.cache/seqmix`.
         prefetch: Batches that a thread makes ahead; 0: no thread.
@@ -144,6 +146,7 @@ class DataConfig:
     packing: Packing = "concat"
     packing_window: int = 1 << 20
     seed: int = 0
+    meta_tokens: int = 0
     cache_dir: str | None = None
     prefetch: int = 2
 
@@ -162,10 +165,16 @@ class DataConfig:
             ("sequence_length", 1),
             ("packing_window", 1),
             ("seed", 0),
+            ("meta_tokens", 0),
             ("prefetch", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"Data.{name} must be >= {least}, got {getattr(self, name)}")
+        if self.sequence_length <= self.meta_tokens:
+            raise ValueError(
+                f"Data.sequence_length must exceed Data.meta_tokens = {self.meta_tokens}, "
+                f"got {self.sequence_length}"
+            )
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:
@@ -210,6 +219,7 @@ def build(
     process_index: int = 0,
     process_count: int = 1,
     one_pass: bool | None = None,
+    vocabulary: int | None = None,
 ) -> PackedDataset:
     """Builds a dataset of packed batches; tokenises the corpora first if that is not done yet.
 
@@ -222,6 +232,7 @@ def build(
         process_count: Number of processes; each gets `batch_size / process_count` rows a batch.
         one_pass: Every document once, in an order that does not depend on the seed, the last batch
             filled with rows of segment 0; otherwise for ever. None: for validation.
+        vocabulary: The model's, at which the ids of meta tokens begin; None: the tokenizer's.
 
     Returns:
         An iterable; its iterators have `get_state` and `set_state`.
@@ -241,6 +252,7 @@ def build(
         )
     one_pass = split == "validation" if one_pass is None else one_pass
     tokenizer = build_tokenizer(data)
+    first = tokenizer.vocabulary_size if vocabulary is None else vocabulary
     return PackedDataset(
         tokenizer=tokenizer,
         stores=open_stores(data, tokenizer, split),
@@ -254,6 +266,7 @@ def build(
         process_index=process_index,
         process_count=process_count,
         prefetch=data.prefetch,
+        meta_ids=range(first, first + data.meta_tokens),
     )
 
 

@@ -9,6 +9,9 @@ The stream of documents is cut into windows of a fixed number of rows' worth of 
 is planned as a whole, its rows are put in a random order (neighbouring pieces of one long document
 would otherwise fill a whole batch), and the next window follows. The place in the stream is the
 start of the window and the rows of it already given, four integers.
+
+Where a model begins every segment with meta tokens, a piece takes that many tokens more of its row
+than it has: the planners' `overhead`.
 """
 
 import dataclasses
@@ -77,11 +80,17 @@ class Window(NamedTuple):
 
 
 def plan_concat(
-    documents: Documents, document: int, offset: int, rows: int, row_length: int
+    documents: Documents,
+    document: int,
+    offset: int,
+    rows: int,
+    row_length: int,
+    overhead: int = 0,
 ) -> Window:
     """Concatenates documents and cuts the stream into rows; only the very last row has padding.
 
-    A document cut at the end of a row goes on in the next one as a new segment.
+    A document cut at the end of a row goes on in the next one as a new segment. With an overhead a
+    row also has padding where no token beyond that of another piece fits.
 
     Args:
         documents: The stream.
@@ -89,7 +98,10 @@ def plan_concat(
         offset: Tokens of that document to leave out.
         rows: Rows in a window.
         row_length: Tokens in a row.
+        overhead: Tokens of a row that each piece takes besides its own, fewer than the row's.
     """
+    if overhead:
+        return _concat_pieces(documents, document, offset, rows, row_length, overhead)
     wanted = rows * row_length
     stores, starts, lengths = _take(documents, document, wanted + offset)
     if not len(lengths):
@@ -112,8 +124,35 @@ def plan_concat(
     return Window(_rows(pieces, bounds), document, next_offset)
 
 
+def _concat_pieces(documents, document, offset, rows, row_length, overhead):
+    """`plan_concat` row by row: what an overhead adds depends on where the rows end."""
+    # Enough: a row holds fewer tokens of documents than it is long.
+    stores, starts, lengths = _take(documents, document, rows * row_length + offset)
+    ends = np.cumsum(lengths + overhead)  # if no document were cut
+    planned: list[Spans] = []
+    first = 0
+    while len(planned) < rows and first < len(lengths):
+        limit = ends[first] - lengths[first] - overhead + offset + row_length
+        # The last document that has room for a token of its own.
+        last = min(int(np.searchsorted(ends, limit - overhead)), len(lengths) - 1)
+        row = Spans(*(column[first : last + 1].copy() for column in (stores, starts, lengths)))
+        row.starts[0] += offset
+        row.lengths[0] -= offset
+        surplus = max(0, int(row.lengths.sum()) + overhead * len(row.lengths) - row_length)
+        row.lengths[-1] -= surplus
+        planned.append(row)
+        offset = int(lengths[last]) - surplus if surplus else 0
+        first = last if surplus else last + 1
+    return Window(planned, document + first, offset if planned else 0)
+
+
 def plan_first_fit(
-    documents: Documents, document: int, offset: int, rows: int, row_length: int
+    documents: Documents,
+    document: int,
+    offset: int,
+    rows: int,
+    row_length: int,
+    overhead: int = 0,
 ) -> Window:
     """Puts each document into the first row of the window with room for it.
 
@@ -126,14 +165,15 @@ def plan_first_fit(
         offset: 0: windows end between documents here.
         rows: Rows' worth of tokens in a window.
         row_length: Tokens in a row.
+        overhead: Tokens of a row that each piece takes besides its own, fewer than the row's.
     """
     if offset:
         raise ValueError(f"first-fit windows begin with a document, got offset {offset}")
     taken = _take(documents, document, rows * row_length)
     if not len(taken.lengths):
         return Window([], document, 0)
-    pieces = _split(taken, row_length)
-    places = _first_fit(pieces.lengths.tolist(), row_length)
+    pieces = _split(taken, row_length - overhead)
+    places = _first_fit((pieces.lengths + overhead).tolist(), row_length)
     order = np.argsort(places, kind="stable")
     bounds = np.searchsorted(places[order], np.arange(places.max() + 2))
     pieces = Spans(*(column[order] for column in pieces))
@@ -215,7 +255,13 @@ class PackedRows(grain.IterDataset):
     """Grain dataset of rows: the `Spans` of their pieces, from left to right."""
 
     def __init__(
-        self, documents: Documents, packing: Packing, window_rows: int, row_length: int, seed: int
+        self,
+        documents: Documents,
+        packing: Packing,
+        window_rows: int,
+        row_length: int,
+        seed: int,
+        overhead: int = 0,
     ):
         """Packs documents.
 
@@ -225,12 +271,13 @@ class PackedRows(grain.IterDataset):
             window_rows: Rows' worth of tokens that are planned, and shuffled, together.
             row_length: Tokens in a row.
             seed: Of the order of rows inside windows, in [0, 2**64).
+            overhead: Tokens of a row that each piece takes besides its own.
         """
         super().__init__()
         planner: Callable[..., Window] = _PLANNERS[packing]
         self._seed = seed
         self._plan = lambda position: planner(
-            documents, position.document, position.offset, window_rows, row_length
+            documents, position.document, position.offset, window_rows, row_length, overhead
         )
 
     def __iter__(self) -> "PackedRowsIterator":

@@ -79,13 +79,19 @@ class DocumentStream:
         return owners, documents
 
 
-def read_rows(rows: Sequence[Spans], row_length: int, stores: Sequence[TokenStore]) -> Batch:
+def read_rows(
+    rows: Sequence[Spans],
+    row_length: int,
+    stores: Sequence[TokenStore],
+    meta_ids: range = range(0),
+) -> Batch:
     """Reads the tokens of rows.
 
     Args:
         rows: The rows: their pieces from left to right.
         row_length: Tokens in a row, padding included.
         stores: The stores that the rows speak of.
+        meta_ids: Ids that every piece begins with.
 
     Returns:
         `tokens`, `segment_ids` (1, 2, ... along a row; 0 is padding) and `positions` (from 0 in
@@ -93,16 +99,18 @@ def read_rows(rows: Sequence[Spans], row_length: int, stores: Sequence[TokenStor
     """
     pieces = np.array([len(row.lengths) for row in rows])
     owners, starts, lengths = (np.concatenate(column) for column in zip(*rows, strict=True))
+    lengths = lengths + len(meta_ids)
     segments = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + 1
     begins = np.cumsum(lengths) - lengths
     within = np.arange(lengths.sum()) - np.repeat(begins, lengths)
-    places = np.repeat(starts, lengths) + within
-    tokens = np.zeros(len(places), np.int32)
-    owner_of_token = np.repeat(owners, lengths)
+    places = np.repeat(starts, lengths) + within - len(meta_ids)
+    tokens = within.astype(np.int32) + meta_ids.start
+    owner_of_token = np.where(within < len(meta_ids), -1, np.repeat(owners, lengths))
     for number in np.unique(owners).tolist():
         chosen = owner_of_token == number
         tokens[chosen] = stores[number].gather(places[chosen])
     row_tokens = np.array([row.lengths.sum() for row in rows], np.int64)
+    row_tokens += len(meta_ids) * pieces
     real = np.arange(row_length) < row_tokens[:, None]
     batch = {}
     for name, values in (
@@ -132,6 +140,7 @@ class PackedDataset:
         process_index: This process.
         process_count: Number of processes.
         prefetch: Batches a thread makes ahead; 0: no thread.
+        meta_ids: Ids that every segment begins with.
     """
 
     tokenizer: Tokenizer
@@ -146,6 +155,7 @@ class PackedDataset:
     process_index: int = 0
     process_count: int = 1
     prefetch: int = 0
+    meta_ids: range = range(0)
 
     @property
     def documents(self) -> int:
@@ -154,7 +164,7 @@ class PackedDataset:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in an epoch, end-of-document tokens included."""
+        """Number of tokens in an epoch, end-of-document tokens included, meta tokens not."""
         return sum(store.info.tokens for store in self.stores)
 
     @property
@@ -174,6 +184,7 @@ class PackedDataset:
             "weights": list(self.weights),
             "seed": self.seed,
             "repeat": self.repeat,
+            "meta_tokens": len(self.meta_ids),
         }
 
     def __iter__(self) -> "BatchIterator":
@@ -184,6 +195,7 @@ class PackedDataset:
             max(1, self.window_tokens // row_length),
             row_length,
             derived_seed(self.seed, "rows"),
+            len(self.meta_ids),
         )
         batches = rows.batch(self.batch_size, batch_fn=self._read)
         batches = grain.experimental.ThreadPrefetchIterDataset(
@@ -196,7 +208,7 @@ class PackedDataset:
         padded = [*rows, *[EMPTY_ROW] * (self.batch_size - len(rows))]
         share = self.batch_size // self.process_count
         own = padded[self.process_index * share :][:share]
-        return read_rows(own, self.sequence_length + 1, self.stores)
+        return read_rows(own, self.sequence_length + 1, self.stores, self.meta_ids)
 
 
 class BatchIterator:
@@ -239,7 +251,7 @@ class BatchIterator:
         Raises:
             DataError: the state is of other data, or of other settings, named.
         """
-        saved = state.get("data", {})
+        saved = {"meta_tokens": 0} | state.get("data", {})
         for name, value in self._identity.items():
             if saved.get(name) != value:
                 raise DataError(

@@ -51,6 +51,13 @@ def batch_prompts(prompts: Any, lengths: Any, vocabulary: int) -> Prompts:
     return Prompts(tokens, sizes)
 
 
+def begin_with(meta_ids: range, prompts: Prompts) -> Prompts:
+    """The prompts after the ids that every document begins with."""
+    tokens = np.pad(prompts.tokens, ((0, 0), (len(meta_ids), 0)))
+    tokens[:, : len(meta_ids)] = meta_ids
+    return Prompts(tokens, prompts.lengths + np.int32(len(meta_ids)))
+
+
 def bucket(size: int, least: int = 16) -> int:
     """The power of two at or above ``size``, not below ``least``: few shapes, few compilations."""
     return max(least, 1 << (size - 1).bit_length())

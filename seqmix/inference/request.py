@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from flax import nnx
 
-from seqmix.inference.prompts import Prompts, batch_prompts
+from seqmix.inference.prompts import Prompts, batch_prompts, begin_with
 from seqmix.inference.sampling import SamplingConfig, row_keys
 from seqmix.inference.stops import Decodes, stop_bytes
 
@@ -52,7 +52,7 @@ class Request:
     """Checked prompts and `Options`.
 
     Attributes:
-      prompts: the batch.
+      prompts: the batch, after the model's meta tokens if it has any.
       stops: UTF-8 of the stop strings.
       vocabulary: ids at or above it are never chosen.
     """
@@ -112,6 +112,7 @@ def check_request(
     elif not _integer(pad_token) or not -(2**31) <= pad_token < 2**31:
         raise ValueError(f"pad_token must be an int32, got {pad_token!r}")
     prompts = batch_prompts(prompt_tokens, prompt_lengths, size)
+    prompts = begin_with(model.config.meta_ids, prompts)
     row_keys(seed, len(prompts.lengths))  # raises for bad seeds
     return Request(
         prompts=prompts,

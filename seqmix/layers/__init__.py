@@ -29,6 +29,11 @@ from seqmix.layers.mla import MLA, MLAConfig
 from seqmix.layers.moba import MoBA, MoBAConfig
 from seqmix.layers.norms import GatedRMSNorm, GroupNorm, RMSNorm
 from seqmix.layers.nsa import NSA, NSAConfig
+from seqmix.layers.parallel_heads import (
+    ParallelHeads,
+    ParallelHeadsCache,
+    ParallelHeadsConfig,
+)
 from seqmix.layers.performer import Performer, PerformerConfig, redraw_features
 from seqmix.layers.registry import LayerInfo, get, names, register
 from seqmix.layers.retnet import RetNet, RetNetCache, RetNetConfig
@@ -43,6 +48,11 @@ from seqmix.layers.rotary_scaling import (
 from seqmix.layers.rwkv5 import RWKV5, RWKV5Config
 from seqmix.layers.rwkv6 import RWKV6, RWKV6Config
 from seqmix.layers.rwkv7 import RWKV7, RWKV7Config
+from seqmix.layers.rwkv_channel_mix import (
+    RWKVChannelMix,
+    RWKVChannelMixCache,
+    RWKVChannelMixConfig,
+)
 from seqmix.layers.rwkv_time_mix import RWKVCache
 from seqmix.layers.s4 import S4, S4Config
 from seqmix.layers.s4d import S4D, S4DConfig
@@ -115,6 +125,9 @@ __all__ = [
     "MoBAConfig",
     "NSAConfig",
     "NTKScaling",
+    "ParallelHeads",
+    "ParallelHeadsCache",
+    "ParallelHeadsConfig",
     "Performer",
     "PerformerConfig",
     "RGLRUCache",
@@ -124,6 +137,9 @@ __all__ = [
     "RWKV6Config",
     "RWKV7Config",
     "RWKVCache",
+    "RWKVChannelMix",
+    "RWKVChannelMixCache",
+    "RWKVChannelMixConfig",
     "RetNet",
     "RetNetCache",
     "RetNetConfig",

@@ -15,7 +15,15 @@ from seqmix.layers import registry
 from seqmix.layers.linear import Linear
 from seqmix.layers.registry import LayerInfo, register
 
-NOT_RECURRENT = ("attention", "bidirectional", "bigbird", "longformer", "mla", "vmamba")
+NOT_RECURRENT = (
+    "attention",
+    "bidirectional",
+    "bigbird",
+    "longformer",
+    "mla",
+    "parallel_heads",
+    "vmamba",
+)
 
 
 @configs.configurable("Bidirectional")

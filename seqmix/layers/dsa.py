@@ -73,6 +73,7 @@ class DSAConfig:
         else:
             unsupported = {"window": None, "logit_softcap": None, "sinks": False}
             unsupported |= {"share_kv_as": None, "kv_from": None}
+            unsupported |= {"value_width": None, "key_multiplier": 1.0}
         for name, needed in unsupported.items():
             value = getattr(self.attention, name)
             if value != needed:
@@ -222,7 +223,7 @@ class GroupedDSA(Attention):
         arguments = (
             self._heads(x, self.query, self.query_norm, positions),
             self._heads(x, self.key, self.key_norm, positions),
-            self._split(self.value(x)),
+            self._split(self.value(x), self.config.value_head_width),
             *self.indexer(x, None, positions),
         )
         options = {"scale": self.config.scale, "segment_ids": segment_ids}
@@ -278,7 +279,7 @@ class LatentDSA(MLA):
         options["value_width"] = rank
         out, cache, loss = _mix(self.sparse, arguments, cache, auxiliary, **options)
         out = contract("bthr,rhv->bthv", out, self.value_up).astype(self.dtype)
-        y = self.output(out.reshape(*x.shape[:2], -1))
+        y = self.finish(out, segment_ids)
         return (y, cache, loss) if auxiliary else (y, cache)
 
     def init_cache(self, batch: int, capacity: int) -> mixers.DSACache:

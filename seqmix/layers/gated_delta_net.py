@@ -33,6 +33,7 @@ class GatedDeltaNetConfig:
       convolution: taps of the causal convolutions on queries, keys and values.
       allow_negative_eigenvalues: write strengths between 0 and 2 instead of 0 and 1
         (arXiv 2411.12537), so that the state can flip sign along a key.
+      beta_bias: bias on the projection that gives the write strengths (the models of the paper).
       norm_epsilon: epsilon of the gated norm.
       chunk_size: tokens of a chunk; default: the mixer's choice.
       impl: implementation of the mixer, see `seqmix.mixers.gated_delta_rule`.
@@ -44,6 +45,7 @@ class GatedDeltaNetConfig:
     value_width: int | None = None
     convolution: int = 4
     allow_negative_eigenvalues: bool = False
+    beta_bias: bool = False
     norm_epsilon: float = 1e-5
     chunk_size: int | None = None
     impl: str = "auto"
@@ -132,7 +134,7 @@ class GatedDeltaNet(nnx.Module):
         self.value = Linear(width, values, **common)
         self.gate = Linear(width, values, **common)
         self.decay = Linear(width, value_heads, **common)
-        self.beta = Linear(width, value_heads, **common)
+        self.beta = Linear(width, value_heads, bias=config.beta_bias, **common)
         self.output = Linear(values, width, scale=layer.residual_scale, **common)
 
         taps = config.convolution

@@ -9,14 +9,22 @@ import jax
 from seqmix import mixers
 
 # What must be equal for a query of one layer to fit a key of the other.
-_POSITIONS = ("head_width", "rotary_fraction", "rotary_base", "rotary_interleaved")
+_KEYS = (
+    "head_width",
+    "rotary_fraction",
+    "rotary_base",
+    "rotary_interleaved",
+    "rotary_scaling",
+    "key_multiplier",
+)
 
 
 class SharedKV(NamedTuple):
     """What a sharing attention layer hands upwards.
 
     Attributes:
-      key, value: [B, T, Hkv, K] of the new tokens, keys normalised and rotated.
+      key: [B, T, Hkv, K] of the new tokens, normalised and rotated.
+      value: [B, T, Hkv, V].
       cache: its cache before these tokens, or None.
     """
 
@@ -54,8 +62,10 @@ def connect(config: Any, below: MutableMapping[str, Any], width: int) -> None:
             # One name, one shape: it goes through the scan over periods.
             heads, others = (c.head_counts(width)[1] for c in (config, source))
             _equal("share_kv_as", "kv_heads", heads, others)
-            for field in ("head_width", "window"):
+            for field in ("head_width", "window", "prefix"):
                 _equal("share_kv_as", field, getattr(config, field), getattr(source, field))
+            values = (c.value_head_width for c in (config, source))
+            _equal("share_kv_as", "value_width", *values)
         below[name] = config
         return
     if source is None:
@@ -71,12 +81,20 @@ def connect(config: Any, below: MutableMapping[str, Any], width: int) -> None:
         )
     if config.kv_heads is not None:
         _equal("kv_from", "kv_heads", config.kv_heads, kv_heads)
-    for field in (*_POSITIONS, "rotary_scaling"):
+    for field in _KEYS:
         _equal("kv_from", field, getattr(config, field), getattr(source, field))
-    if source.window is not None and (config.window is None or config.window > source.window):
+    _equal("kv_from", "value_width", config.value_head_width, source.value_head_width)
+    if source.window is None:
+        return
+    if config.window is None or config.window > source.window:
         raise ValueError(
             f"Attention.kv_from: window must be at most the sharing layer's = {source.window}, "
             f"got {config.window}"
+        )
+    if config.prefix > source.prefix:
+        raise ValueError(
+            f"Attention.kv_from: prefix must be at most the sharing layer's = {source.prefix}, "
+            f"got {config.prefix}"
         )
 
 

@@ -2,7 +2,7 @@
 """Lightning attention as MiniMax-01 (arXiv 2501.08313) uses it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ class LightningConfig:
     Attributes:
       heads: default: as many as fill the model width.
       head_width: width of queries, keys and values of a head.
+      slopes: decays of the heads before the factor of the layer: 'alibi' as
+        `seqmix.mixers.alibi_slopes`, 'geometric' for 2^(-8 (h + 1) / H) whatever the number of
+        heads (`transformers`). They differ where it is no power of two.
       norm_epsilon: epsilon of the norm over all heads.
       chunk_size: tokens of a chunk; default: the mixer's choice.
       impl: implementation of the mixer, see `seqmix.mixers.lightning_attention`.
@@ -32,6 +35,7 @@ class LightningConfig:
 
     heads: int | None = None
     head_width: int = 64
+    slopes: Literal["alibi", "geometric"] = "alibi"
     norm_epsilon: float = 1e-5
     chunk_size: int | None = None
     impl: str = "auto"
@@ -60,7 +64,7 @@ class Lightning(nnx.Module):
     """y = W_o (sigmoid(x W_g) * rms_norm(o)), q, k, v = silu(x W), the norm over all heads.
 
     o comes from `seqmix.mixers.lightning_attention`. Head h of layer l of L decays at
-    ``alibi_slopes(H)[h] * (1 - l / (L - 1 + 1e-5) + 1e-5)``: fast at the bottom, hardly at the top.
+    ``slope_h * (1 - l / (L - 1 + 1e-5) + 1e-5)``: fast at the bottom, hardly at the top.
     """
 
     def __init__(
@@ -85,7 +89,11 @@ class Lightning(nnx.Module):
             inner, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype
         )
         factor = 1 - layer.below / (layer.count - 1 + 1e-5) + 1e-5
-        self.slopes = Buffer(jnp.asarray(mixers.alibi_slopes(heads) * factor, jnp.float32))
+        if config.slopes == "alibi":
+            slopes = mixers.alibi_slopes(heads)
+        else:
+            slopes = jnp.exp2(-8.0 * jnp.arange(1, heads + 1, dtype=jnp.float32) / heads)
+        self.slopes = Buffer(jnp.asarray(slopes * factor, jnp.float32))
         self.config = config
         self.heads = heads
 

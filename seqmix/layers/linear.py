@@ -29,6 +29,11 @@ def product(x: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Array:
     )
 
 
+def multiplied(x: jax.Array, factor: float) -> jax.Array:
+    """x times a constant of the config, in x's dtype; x itself where it is 1."""
+    return x if factor == 1.0 else x * factor
+
+
 class Linear(nnx.Module):
     """y = x W + b, parameters in ``param_dtype``, product in ``dtype``.
 
@@ -100,3 +105,46 @@ class BlockLinear(nnx.Module):
         y = product(parts, self.kernel[...].astype(self.dtype), out_dtype)
         y = jnp.moveaxis(y.reshape(blocks.shape), 0, -2).reshape(x.shape)
         return y + self.bias[...].astype(out_dtype)
+
+
+class HeadLinear(nnx.Module):
+    """y = x W_h in each head h, without biases: a block-diagonal projection that keeps the heads.
+
+    Kernels start as `Linear`'s do.
+
+    Attributes:
+      kernel: [heads, inputs, outputs].
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        inputs: int,
+        outputs: int,
+        *,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        initialise = jax.nn.initializers.variance_scaling(
+            1.0, "fan_in", "truncated_normal", batch_axis=0
+        )
+        self.kernel = nnx.Param(initialise(rngs.params(), (heads, inputs, outputs), param_dtype))
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array, *, out_dtype: Any = None) -> jax.Array:
+        """Projects each head.
+
+        Args:
+          x: [..., heads * inputs] or [..., heads, inputs].
+          out_dtype: dtype of the accumulated result; default the compute dtype.
+
+        Returns:
+          [..., heads, outputs].
+        """
+        out_dtype = self.dtype if out_dtype is None else jnp.dtype(out_dtype)
+        heads, inputs, outputs = self.kernel.shape
+        before = x.shape[: -2 if x.shape[-2:] == (heads, inputs) else -1]
+        rows = jnp.moveaxis(x.astype(self.dtype).reshape(-1, heads, inputs), 1, 0)
+        y = product(rows, self.kernel[...].astype(self.dtype), out_dtype)
+        return jnp.moveaxis(y, 0, 1).reshape(*before, heads, outputs)

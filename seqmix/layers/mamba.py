@@ -12,7 +12,7 @@ from seqmix import config as configs
 from seqmix import mixers
 from seqmix.layers import checks
 from seqmix.layers.initialisation import time_step_bias
-from seqmix.layers.linear import Linear
+from seqmix.layers.linear import HeadLinear, Linear
 from seqmix.layers.norms import RMSNorm
 from seqmix.layers.parameters import Float32Param
 from seqmix.layers.registry import LayerInfo, register
@@ -29,6 +29,10 @@ class MambaConfig:
       state_size: states N per channel.
       convolution: taps of the causal convolution on x.
       dt_rank: width of the bottleneck that makes the time steps; default: model width / 16, up.
+      heads: equal parts of the channels, each with its own dt, B and C made from its channels alone
+        (Zamba, arXiv 2405.16712).
+      bias: biases on the input and output projections.
+      convolution_bias: biases of the convolution.
       inner_norms: RMS norms on that bottleneck, B and C (Jamba, arXiv 2403.19887).
       dt_min, dt_max, dt_floor: time steps start log-uniform in [dt_min, dt_max], at least dt_floor.
       norm_epsilon: epsilon of the inner norms.
@@ -40,6 +44,9 @@ class MambaConfig:
     state_size: int = 16
     convolution: int = 4
     dt_rank: int | None = None
+    heads: int = 1
+    bias: bool = False
+    convolution_bias: bool = True
     inner_norms: bool = False
     dt_min: float = 1e-3
     dt_max: float = 1e-1
@@ -49,18 +56,21 @@ class MambaConfig:
     impl: str = "auto"
 
     def __post_init__(self):
-        checks.at_least(self, 1, "state_size", "convolution", "dt_rank", "chunk_size")
+        checks.at_least(self, 1, "state_size", "convolution", "dt_rank", "heads", "chunk_size")
         checks.positive(self, "expand", "dt_min", "dt_max", "dt_floor", "norm_epsilon")
         if self.dt_min > self.dt_max:
             raise ValueError(f"Mamba.dt_min must be <= dt_max, got {self.dt_min} > {self.dt_max}")
+        if self.inner_norms and self.heads > 1:
+            raise ValueError(f"Mamba.inner_norms needs Mamba.heads = 1, got {self.heads}")
 
     def sizes(self, width: int) -> tuple[int, int]:
         """Inner width and the rank of the time steps at this model width.
 
         Raises:
-          ValueError: the inner width is no whole number.
+          ValueError: the inner width is no whole number, or no multiple of the heads.
         """
         inner = checks.expanded(self, width)
+        checks.multiple(self, "expand * width", inner, "heads", self.heads)
         return inner, -(-width // 16) if self.dt_rank is None else self.dt_rank
 
     def flops_per_token(self, width: int, context: float) -> float:
@@ -98,7 +108,8 @@ class Mamba(nnx.Module):
 
     x = silu(conv(u W)), dt = softplus(norm(x W_r) W_dt + dt_bias), B = norm(x W_B),
     C = norm(x W_C), A = -exp(A_log), y = W_o (selective_scan(x, dt, A, B, C, D) * silu(u W_z)), the
-    norms only with ``inner_norms``.
+    norms only with ``inner_norms``. With several ``heads``, W_r, W_dt, W_B and W_C are block
+    diagonal, and each head's channels have a B and C of their own.
 
     The reference's fused projections [x, z] and [dt, B, C] are kept as separate parts.
     ``exp(A_log)`` starts at 1..N in every channel (S4D-Real), D at one, W_dt uniform in
@@ -119,18 +130,26 @@ class Mamba(nnx.Module):
         size = config.state_size
         common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
-        self.gate = Linear(width, inner, **common)
-        self.x = Linear(width, inner, **common)
-        self.x_convolution = ShortConvolution(inner, config.convolution, bias=True, **common)
-        self.dt_rank = Linear(inner, rank, **common)
-        self.B = Linear(inner, size, **common)
-        self.C = Linear(inner, size, **common)
-        self.dt = Linear(rank, inner, **common)
+        def project(inputs: int, outputs: int) -> Linear | HeadLinear:
+            if config.heads == 1:
+                return Linear(inputs, outputs, **common)
+            return HeadLinear(config.heads, inputs, outputs, **common)
+
+        self.gate = Linear(width, inner, bias=config.bias, **common)
+        self.x = Linear(width, inner, bias=config.bias, **common)
+        self.x_convolution = ShortConvolution(
+            inner, config.convolution, bias=config.convolution_bias, **common
+        )
+        channels = inner // config.heads
+        self.dt_rank = project(channels, rank)
+        self.B = project(channels, size)
+        self.C = project(channels, size)
+        self.dt = project(rank, channels)
         bound = rank**-0.5
         self.dt.kernel = nnx.Param(
-            jax.random.uniform(rngs.params(), (rank, inner), param_dtype, -bound, bound)
+            jax.random.uniform(rngs.params(), self.dt.kernel.shape, param_dtype, -bound, bound)
         )
-        self.output = Linear(inner, width, scale=layer.residual_scale, **common)
+        self.output = Linear(inner, width, bias=config.bias, scale=layer.residual_scale, **common)
 
         self.dt_bias = Float32Param(
             time_step_bias(rngs.params(), inner, config.dt_min, config.dt_max, config.dt_floor)
@@ -176,21 +195,49 @@ class Mamba(nnx.Module):
             y = linear(inputs)
             return y if norm is None else norm(y)
 
-        steps = self.dt(project(self.dt_rank, self.dt_norm), out_dtype=jnp.float32)
-        out, state = mixers.selective_scan(
+        rank = project(self.dt_rank, self.dt_norm)
+        steps = self.dt(rank, out_dtype=jnp.float32).reshape(inputs.shape)
+        out, state = self._scan(
             inputs,
             jax.nn.softplus(steps + self.dt_bias[...]),
-            -jnp.exp(self.A_log[...]),
             project(self.B, self.B_norm),
             project(self.C, self.C_norm),
-            self.D[...],
-            initial_state=before[1],
-            segment_ids=segment_ids,
-            chunk_size=self.config.chunk_size,
-            impl=self.config.impl,
+            before[1],
+            segment_ids,
         )
         y = self.output(out * jax.nn.silu(self.gate(x)))
+        if segment_ids is not None and self.config.bias:
+            y = jnp.where((segment_ids != 0)[..., None], y, 0)
         return y, None if cache is None else MambaCache(x_state, state)
+
+    def _scan(self, x, dt, B, C, state, segment_ids) -> tuple[jax.Array, jax.Array]:
+        """The mixer's outputs and state; B, C [B, T, N], or [B, T, heads, N] for several heads."""
+        A, D = -jnp.exp(self.A_log[...]), self.D[...]
+
+        def scan(channels, B, C):
+            return mixers.selective_scan(
+                x[..., channels],
+                dt[..., channels],
+                A[channels],
+                B,
+                C,
+                D[channels],
+                initial_state=None if state is None else state[:, channels],
+                segment_ids=segment_ids,
+                chunk_size=self.config.chunk_size,
+                impl=self.config.impl,
+            )
+
+        heads = self.config.heads
+        if heads == 1:
+            return scan(slice(None), B, C)
+        size = x.shape[-1] // heads
+        parts = [
+            scan(slice(head * size, (head + 1) * size), B[:, :, head], C[:, :, head])
+            for head in range(heads)
+        ]
+        outs, states = zip(*parts, strict=True)
+        return jnp.concatenate(outs, axis=-1), jnp.concatenate(states, axis=1)
 
     def init_cache(self, batch: int, capacity: int) -> MambaCache:
         """An empty cache; its size does not depend on ``capacity``."""

@@ -31,6 +31,13 @@ class Mamba2Config:
       state_size: states N per channel.
       groups: groups G that share B and C; they divide the heads.
       convolution: taps of the causal convolution on x, B and C.
+      bias: biases on the input projections.
+      output_bias: bias on the output projection; default as ``bias``.
+      convolution_bias: biases of the convolution.
+      norm: the gated norm; without it y * silu(z) is projected out (Falcon-H1).
+      norm_before_gate: norm(y) * silu(z) instead of norm(y * silu(z)).
+      multipliers: factors of the projections z, x, B, C and dt, before convolution and time-step
+        bias (Falcon-H1, arXiv 2507.22448).
       dt_limit: least and greatest time step; default: no clipping.
       dt_min, dt_max, dt_floor: time steps start log-uniform in [dt_min, dt_max], at least dt_floor.
       norm_epsilon: epsilon of the gated norm.
@@ -43,6 +50,12 @@ class Mamba2Config:
     state_size: int = 128
     groups: int = 1
     convolution: int = 4
+    bias: bool = False
+    output_bias: bool | None = None
+    convolution_bias: bool = True
+    norm: bool = True
+    norm_before_gate: bool = False
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     dt_limit: tuple[float, float] | None = None
     dt_min: float = 1e-3
     dt_max: float = 1e-1
@@ -58,6 +71,15 @@ class Mamba2Config:
             raise ValueError(f"Mamba2.dt_min must be <= dt_max, got {self.dt_min} > {self.dt_max}")
         if self.dt_limit is not None and not 0 <= self.dt_limit[0] < self.dt_limit[1]:
             raise ValueError(f"Mamba2.dt_limit must be 0 <= low < high, got {self.dt_limit}")
+        if not all(math.isfinite(value) for value in self.multipliers):
+            raise ValueError(f"Mamba2.multipliers must be finite, got {self.multipliers}")
+        if self.norm_before_gate and not self.norm:
+            raise ValueError("Mamba2.norm_before_gate needs Mamba2.norm")
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output projection has a bias."""
+        return self.bias if self.output_bias is None else self.output_bias
 
     def sizes(self, width: int) -> tuple[int, int]:
         """Inner width and heads at this model width.
@@ -116,7 +138,8 @@ class Mamba2(nnx.Module):
 
     x, B, C = silu(conv(u W)), dt = clip(softplus(u W_dt + dt_bias)), A = -exp(A_log),
     y = W_o rms_norm(ssd(x, dt, A, B, C, D) * silu(u W_z)), the mean square over each of the G
-    groups of channels. D skips the state with the convolved x, not scaled by dt.
+    groups of channels. D skips the state with the convolved x, not scaled by dt. The settings
+    change norm, biases and factors of the projections.
 
     The reference's fused input projection [z, x, B, C, dt] and its convolution are kept as separate
     parts: a depthwise convolution splits exactly, and each part shards and trains by itself.
@@ -137,31 +160,40 @@ class Mamba2(nnx.Module):
         shared = config.groups * config.state_size
         common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
-        self.gate = Linear(width, inner, **common)
-        self.x = Linear(width, inner, **common)
-        self.B = Linear(width, shared, **common)
-        self.C = Linear(width, shared, **common)
-        self.dt = Linear(width, heads, **common)
-        self.output = Linear(inner, width, scale=layer.residual_scale, **common)
+        def project(outputs: int) -> Linear:
+            return Linear(width, outputs, bias=config.bias, **common)
 
-        taps = config.convolution
-        self.x_convolution = ShortConvolution(inner, taps, bias=True, **common)
-        self.B_convolution = ShortConvolution(shared, taps, bias=True, **common)
-        self.C_convolution = ShortConvolution(shared, taps, bias=True, **common)
+        self.gate, self.x = project(inner), project(inner)
+        self.B, self.C = project(shared), project(shared)
+        self.dt = project(heads)
+        self.output = Linear(
+            inner, width, bias=config.has_output_bias, scale=layer.residual_scale, **common
+        )
+
+        def convolution(channels: int) -> ShortConvolution:
+            bias = config.convolution_bias
+            return ShortConvolution(channels, config.convolution, bias=bias, **common)
+
+        self.x_convolution = convolution(inner)
+        self.B_convolution = convolution(shared)
+        self.C_convolution = convolution(shared)
 
         self.A_log = Float32Param(decay_rates(rngs.params(), heads, 1.0, 16.0))
         self.dt_bias = Float32Param(
             time_step_bias(rngs.params(), heads, config.dt_min, config.dt_max, config.dt_floor)
         )
         self.D = Float32Param(jnp.ones((heads,), jnp.float32))
-        self.norm = GatedRMSNorm(
-            inner,
-            order="gate_then_norm",
-            group_size=inner // config.groups,
-            epsilon=config.norm_epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        if config.norm:
+            self.norm = GatedRMSNorm(
+                inner,
+                order="norm_then_gate" if config.norm_before_gate else "gate_then_norm",
+                group_size=inner // config.groups,
+                epsilon=config.norm_epsilon,
+                dtype=dtype,
+                param_dtype=param_dtype,
+            )
+        else:
+            self.norm = None
         self.config = config
         self.heads = heads
 
@@ -188,15 +220,19 @@ class Mamba2(nnx.Module):
         batch, time, _ = x.shape
         before = (None,) * 4 if cache is None else cache
 
-        def convolve(project, convolution, state, heads):
-            y, state = convolution(project(x), segment_ids=segment_ids, state=state)
+        z_factor, x_factor, B_factor, C_factor, dt_factor = config.multipliers
+
+        def convolve(project, factor, convolution, state, heads):
+            y = _scaled(project(x), factor)
+            y, state = convolution(y, segment_ids=segment_ids, state=state)
             return jax.nn.silu(y).reshape(batch, time, heads, -1), state
 
-        inputs, x_state = convolve(self.x, self.x_convolution, before[0], self.heads)
-        B, B_state = convolve(self.B, self.B_convolution, before[1], config.groups)
-        C, C_state = convolve(self.C, self.C_convolution, before[2], config.groups)
+        inputs, x_state = convolve(self.x, x_factor, self.x_convolution, before[0], self.heads)
+        B, B_state = convolve(self.B, B_factor, self.B_convolution, before[1], config.groups)
+        C, C_state = convolve(self.C, C_factor, self.C_convolution, before[2], config.groups)
 
-        dt = jax.nn.softplus(self.dt(x, out_dtype=jnp.float32) + self.dt_bias[...])
+        dt = _scaled(self.dt(x, out_dtype=jnp.float32), dt_factor)
+        dt = jax.nn.softplus(dt + self.dt_bias[...])
         if config.dt_limit is not None:
             dt = jnp.clip(dt, *config.dt_limit)
 
@@ -212,7 +248,15 @@ class Mamba2(nnx.Module):
             chunk_size=config.chunk_size,
             impl=config.impl,
         )
-        y = self.output(self.norm(out.reshape(batch, time, -1), self.gate(x)))
+        out, gate = out.reshape(batch, time, -1), _scaled(self.gate(x), z_factor)
+        if self.norm is None:
+            gate = jax.nn.silu(gate.astype(jnp.float32))
+            y = (out.astype(jnp.float32) * gate).astype(out.dtype)
+        else:
+            y = self.norm(out, gate)
+        y = self.output(y)
+        if segment_ids is not None and config.has_output_bias:
+            y = jnp.where((segment_ids != 0)[..., None], y, 0)
         if cache is None:
             return y, None
         return y, Mamba2Cache(x_state, B_state, C_state, state)
@@ -226,3 +270,7 @@ class Mamba2(nnx.Module):
             self.C_convolution.init_state(batch),
             jnp.zeros((batch, self.heads, config.state_size, config.head_width), jnp.float32),
         )
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * factor

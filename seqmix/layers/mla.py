@@ -37,6 +37,7 @@ class MLAConfig:
       rotary_scaling: how RoPE is stretched for longer contexts; default not at all. YaRN with an
         ``mscale_all_dim`` also multiplies the scale, as DeepSeek does.
       scale: factor of the logits; default (N + P)**-0.5.
+      bias: biases on the projections from x to the latents and on the output projection.
       norm_epsilon: epsilon of the norms on the latents.
       impl: implementation of the mixer, see `seqmix.mixers.latent_attention`.
     """
@@ -52,6 +53,7 @@ class MLAConfig:
     rotary_interleaved: bool = True
     rotary_scaling: RotaryScaling | None = None
     scale: float | None = None
+    bias: bool = False
     norm_epsilon: float = 1e-6
     impl: str = "auto"
 
@@ -127,7 +129,7 @@ class MLA(nnx.Module):
     [c K_h | p] and the value c V_h, and the query [a | rope(b)] from W_q x or W_q n(W_d x).
 
     Other layers may build on its parts: `project`, `key_up`, `value_up`, ``config.logit_scale`` and
-    ``output`` are all that lies around the mixer.
+    `finish` are all that lies around the mixer.
     """
 
     def __init__(
@@ -145,16 +147,17 @@ class MLA(nnx.Module):
         common = {"rngs": rngs, **dtypes}
         norm = {"epsilon": config.norm_epsilon, **dtypes}
         rank = config.query_rank
-        self.query_down = None if rank is None else Linear(width, rank, **common)
+        biased = {"bias": config.bias, **common}
+        self.query_down = None if rank is None else Linear(width, rank, **biased)
         self.query_norm = None if rank is None else RMSNorm(rank, **norm)
         query = heads * (config.head_width + config.rotary_width)
         self.query = Linear(width if rank is None else rank, query, **common)
-        self.latent = Linear(width, config.kv_rank + config.rotary_width, **common)
+        self.latent = Linear(width, config.kv_rank + config.rotary_width, **biased)
         self.latent_norm = RMSNorm(config.kv_rank, **norm)
         self.key = Linear(config.kv_rank, heads * config.head_width, **common)
         self.value = Linear(config.kv_rank, heads * config.value_width, **common)
         self.output = Linear(
-            heads * config.value_width, width, scale=layer.residual_scale, **common
+            heads * config.value_width, width, scale=layer.residual_scale, **biased
         )
         self.config = config
         self.heads = heads
@@ -234,8 +237,14 @@ class MLA(nnx.Module):
             capacity=None if cache is None else cache.latent.shape[1],
             impl=self.config.impl,
         )
-        y = self.output(out.reshape(*x.shape[:2], -1))
-        return y, None if cache is None else state
+        return self.finish(out, segment_ids), None if cache is None else state
+
+    def finish(self, out: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """[B, T, D] from the heads' outputs [B, T, H, V]: the output projection, 0 at padding."""
+        y = self.output(out.reshape(*out.shape[:2], -1))
+        if segment_ids is not None and self.output.bias is not None:
+            y = jnp.where((segment_ids != 0)[..., None], y, 0)
+        return y
 
     def init_cache(self, batch: int, capacity: int) -> mixers.LatentCache:
         """An empty cache of latents for ``capacity`` tokens."""

@@ -31,14 +31,15 @@ def refusal(
     causal: bool,
     sinks: jax.Array | None,
     cache: KVCache | None,
+    prefix: int = 0,
 ) -> str | None:
     """Why Splash cannot take a call of `mixers.attention`, or None."""
     if jax.default_backend() != "tpu":
         return f"the backend is '{jax.default_backend()}', not 'tpu'"
-    return _unsupported(q, k, v, causal, sinks, cache)
+    return _unsupported(q, k, v, causal, sinks, cache, prefix)
 
 
-def _unsupported(q, k, v, causal, sinks, cache):
+def _unsupported(q, k, v, causal, sinks, cache, prefix=0):
     """`refusal` on any backend."""
     dtypes = {jnp.dtype(x.dtype) for x in (q, k, v)}
     if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
@@ -47,6 +48,8 @@ def _unsupported(q, k, v, causal, sinks, cache):
         return "causal=False"
     if sinks is not None:
         return "sinks is set"
+    if prefix:
+        return "prefix is set"
     if cache is not None:
         return "initial_state is set"
     if max(k.shape[-1], v.shape[-1]) > MAX_WIDTH:

@@ -33,6 +33,7 @@ def attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    prefix: int = 0,
     logit_softcap: float | None = None,
     sinks: Float[Array, " Hq"] | None = None,
     scale: float | None = None,
@@ -50,14 +51,16 @@ def attention(
       v: [B, T, Hkv, V] float.
       causal: t sees itself and earlier tokens only.
       window: t sees the last `window` tokens of its document, itself included; None for all.
+      prefix: t sees the first `prefix` tokens of its document as well, of those up to itself:
+        Hymba's meta tokens (arXiv 2411.13676). Needs a window.
       logit_softcap: logits become cap * tanh(logits / cap).
       sinks: [Hq] logits of a key without value that every token may attend to.
       scale: None for K**-0.5.
       initial_state: keys and values of each row's first document so far.
       segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
       capacity: slots of the returned cache. None: as many as needed to be exact. A decode loop
-        passes a constant (rings take at most `window` of them). Where a document outgrows a
-        cache that its window does not bound, the row's outputs are NaN.
+        passes a constant (with a window the cache takes at most window + prefix of them). Where a
+        document outgrows a cache that its window does not bound, the row's outputs are NaN.
       chunk_size: queries per step of 'chunked', None for 256. Changes speed and rounding only.
       impl: 'dense' (the definition), 'chunked', 'cudnn' (GPU), 'splash' (TPU) or 'auto'.
 
@@ -71,14 +74,16 @@ def attention(
     name = "attention"
     batch, time = q.shape[:2] if hasattr(q, "shape") and q.ndim == 4 else (0, 0)
     _check_arguments(name, q, k, v, causal, window, logit_softcap, sinks, initial_state)
+    _check_prefix(name, prefix, window)
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.positive(name, "capacity", capacity)
-    slots = _slots(name, time, window, initial_state, capacity)
+    most = None if window is None else window + prefix
+    slots = _slots(time, most, initial_state, capacity)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     refusals = {
         "cudnn": _cudnn_refusal(q, k, v, causal, logit_softcap, sinks, initial_state),
-        "splash": _splash.refusal(q, k, v, causal, sinks, initial_state),
+        "splash": _splash.refusal(q, k, v, causal, sinks, initial_state, prefix),
     }
     if refusals.get(impl) is not None:
         raise ValueError(f"{name}: impl={impl!r} cannot run: {refusals[impl]}")
@@ -87,9 +92,9 @@ def attention(
 
     q, k, v = mask_padding(segment_ids, q, k, v)
     at = place(initial_state, segment_ids, batch, time)
-    cache = append(initial_state, k, v, at, slots)
+    cache = append(initial_state, k, v, at, slots, prefix)
     if impl == "cudnn":
-        out = _cudnn(q, k, v, window, scale, segment_ids, at)
+        out = _cudnn(q, k, v, window, prefix, scale, segment_ids, at)
     elif impl == "splash":
         out = _splash.attend(
             q,
@@ -102,11 +107,11 @@ def attention(
             scale=scale,
         )
     else:
-        options = _Options(causal, window or _NO_WINDOW, logit_softcap, float(scale))
+        options = _Options(causal, window or _NO_WINDOW, prefix, logit_softcap, float(scale))
         chunk = time if impl == "dense" else min(time, chunk_size or DEFAULT_CHUNK)
         out = _attend(q, k, v, initial_state, at, sinks, options, chunk)
     if causal:
-        lost = outgrown(initial_state, cache, at, window)
+        lost = outgrown(initial_state, cache, at, window, prefix)
         out = jnp.where(lost[..., None, None], jnp.nan, out)
     return mask_padding(segment_ids, out.astype(v.dtype))[0], cache
 
@@ -140,6 +145,13 @@ def _check_arguments(name, q, k, v, causal, window, logit_softcap, sinks, cache)
         )
 
 
+def _check_prefix(name, prefix, window):
+    if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
+        raise ValueError(f"{name}: prefix must be an integer >= 0, got {prefix!r}")
+    if prefix and window is None:
+        raise ValueError(f"{name}: prefix needs a window, got prefix={prefix}, window=None")
+
+
 def _default(available):
     """What 'auto' takes: a vendor's kernel where one can run, in the program that it is part of."""
     if "cudnn" in available:
@@ -147,19 +159,18 @@ def _default(available):
     return "splash" if "splash" in available and not _splash.may_be_partitioned() else "chunked"
 
 
-def _slots(name, time, window, cache, capacity):
-    """Slots of the returned cache."""
-    needed = time if cache is None else time + cache.key.shape[1]
-    if window is not None:
-        needed = min(needed, window)
-    if capacity is None:
-        return needed
-    return capacity if window is None else min(capacity, window)
+def _slots(time, most, cache, capacity):
+    """Slots of the returned cache, where no token sees more than `most` keys (None: all)."""
+    slots = capacity
+    if slots is None:
+        slots = time if cache is None else time + cache.key.shape[1]
+    return slots if most is None else min(slots, most)
 
 
 class _Options(NamedTuple):
     causal: bool
     window: int
+    prefix: int
     logit_softcap: float | None
     scale: float
 
@@ -170,7 +181,7 @@ def _attend(q, k, v, cache, at, sinks, options, chunk):
     groups = k.shape[2]
     key_run, key_position, key_real = at
     if cache is not None:
-        held = slot_positions(cache.length, cache.key.shape[1])
+        held = slot_positions(cache.length, cache.key.shape[1], options.prefix)
         k = jnp.concatenate([cache.key.astype(k.dtype), k], axis=1)
         v = jnp.concatenate([cache.value.astype(v.dtype), v], axis=1)
         key_run = jnp.concatenate([jnp.zeros_like(held), key_run], axis=1)
@@ -210,7 +221,8 @@ def _attend_chunk(queries, keys, sinks, *, options):
     lag = position[:, :, None] - key_position[:, None]
     visible = key_real[:, None] & (run[:, :, None] == key_run[:, None])
     if options.causal:
-        visible = visible & (lag >= 0) & (lag < options.window)
+        near = _near(lag, key_position, options.window, options.prefix)
+        visible = visible & (lag >= 0) & near
     visible = visible[:, None, None]
     logits = jnp.where(visible, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True)
@@ -224,6 +236,12 @@ def _attend_chunk(queries, keys, sinks, *, options):
         total = total + jnp.exp(sink - top)
     weights = weights / jnp.where(total > 0, total, 1)
     return contract("bhgqs,bshv->bqhgv", weights, v, dtype=low)
+
+
+def _near(lag, key_position, window, prefix):
+    """[B, Q, S] keys inside the window, or in the prefix of their document."""
+    near = lag < window
+    return near | (key_position < prefix)[:, None] if prefix else near
 
 
 def _cudnn_refusal(q, k, v, causal, logit_softcap, sinks, cache):
@@ -244,15 +262,15 @@ def _cudnn_refusal(q, k, v, causal, logit_softcap, sinks, cache):
     return None
 
 
-def _cudnn(q, k, v, window, scale, segment_ids, at):
-    if segment_ids is None:
+def _cudnn(q, k, v, window, prefix, scale, segment_ids, at):
+    if segment_ids is None and not prefix:
         local = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
             q, k, v, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
         )
     lag = at.position[:, :, None] - at.position[:, None]
     visible = at.real[:, None] & (at.run[:, :, None] == at.run[:, None])
-    visible = visible & (lag >= 0) & (lag < (window or _NO_WINDOW))
+    visible = visible & (lag >= 0) & _near(lag, at.position, window or _NO_WINDOW, prefix)
     # Padding sees itself, so that no softmax is over nothing; its output is zeroed after.
     visible = visible | jnp.eye(q.shape[1], dtype=bool)
     return jax.nn.dot_product_attention(

@@ -14,7 +14,9 @@ from seqmix.typing import SegmentIds
 class KVCache(NamedTuple):
     """Keys and values by slot; the token at position p of its document is in slot p mod S.
 
-    With a window S need not exceed it: the ring then forgets what no later token can see.
+    With a window S need not exceed it: the ring then forgets what no later token can see. Where
+    every token sees a prefix of its document too, the first slots hold that and the ring is the
+    rest of them.
 
     Attributes:
       key: [B, S, Hkv, K].
@@ -35,8 +37,9 @@ def init_kv_cache(
     value_width: int,
     dtype,
     window: int | None = None,
+    prefix: int = 0,
 ) -> KVCache:
-    """An empty cache of `capacity` slots, or of min(capacity, window) where a window is given.
+    """An empty cache of `capacity` slots; where a window is given, at most window + prefix.
 
     Raises:
       ValueError: if a size is < 1.
@@ -49,7 +52,7 @@ def init_kv_cache(
     ):
         if size is not None and size < 1:
             raise ValueError(f"init_kv_cache: {name} must be >= 1, got {size}")
-    slots = capacity if window is None else min(capacity, window)
+    slots = capacity if window is None else min(capacity, window + prefix)
     return KVCache(
         jnp.zeros((batch, slots, heads, key_width), dtype),
         jnp.zeros((batch, slots, heads, value_width), dtype),
@@ -57,10 +60,26 @@ def init_kv_cache(
     )
 
 
-def slot_positions(length: jax.Array, slots: int) -> jax.Array:
+def slot_positions(length: jax.Array, slots: int, prefix: int = 0) -> jax.Array:
     """[B] tokens seen -> [B, slots] position held by each slot, negative where it is empty."""
-    newest = length[:, None] - 1
-    return newest - jnp.mod(newest - jnp.arange(slots, dtype=jnp.int32)[None], slots)
+    if prefix == 0:
+        newest = length[:, None] - 1
+        return newest - jnp.mod(newest - jnp.arange(slots, dtype=jnp.int32)[None], slots)
+    prefix = min(prefix, slots)
+    first = jnp.arange(prefix, dtype=jnp.int32)[None]
+    first = jnp.where(first < length[:, None], first, -1)
+    if prefix == slots:
+        return first
+    ring = slot_positions(length - prefix, slots - prefix)
+    return jnp.concatenate([first, jnp.where(ring >= 0, ring + prefix, -1)], axis=1)
+
+
+def _slots_of(position: jax.Array, slots: int, prefix: int) -> jax.Array:
+    """The slot of each position; `slots` where no slot can hold it."""
+    prefix = min(prefix, slots)
+    ring = slots - prefix
+    later = prefix + jnp.mod(position - prefix, ring) if ring else slots
+    return jnp.where(position < prefix, position, later)
 
 
 class Placement(NamedTuple):
@@ -86,7 +105,11 @@ def place(cache: KVCache | None, segment_ids: SegmentIds | None, batch: int, tim
 
 
 def outgrown(
-    before: KVCache | None, after: KVCache, at: Placement, window: int | None = None
+    before: KVCache | None,
+    after: KVCache,
+    at: Placement,
+    window: int | None = None,
+    prefix: int = 0,
 ) -> jax.Array:
     """[B, T] tokens whose outputs a cache that is too small makes wrong, in this call or later.
 
@@ -98,11 +121,12 @@ def outgrown(
       after: the cache after them.
       at: their placement.
       window: keys that a token sees; a cache of as many slots cannot be outgrown. None: all.
+      prefix: first tokens of a document that it sees besides; they need slots of their own.
     """
 
     def full(cache):
         slots = cache.key.shape[1]
-        return (cache.length > slots)[:, None] & (window is None or slots < window)
+        return (cache.length > slots)[:, None] & (window is None or slots < window + prefix)
 
     lost = jnp.broadcast_to(full(after), at.run.shape)
     return lost if before is None else lost | (full(before) & (at.run == 0))
@@ -114,6 +138,7 @@ def append(
     value: jax.Array,
     at: Placement,
     slots: int,
+    prefix: int = 0,
 ) -> KVCache:
     """The cache of `slots` slots after the new tokens; it holds the last document of each row.
 
@@ -123,6 +148,7 @@ def append(
       value: [B, T, Hkv, V].
       at: the tokens' placement.
       slots: S of the result; the newest S tokens are kept.
+      prefix: tokens at the start of a document that are kept, of those S.
     """
     batch = at.run.shape[0]
     last = at.run[:, -1:]
@@ -131,16 +157,17 @@ def append(
     if cache is not None:
         kept = jnp.where(last[:, 0] == 0, cache.length, 0)
     length = kept + jnp.sum(current, axis=1, dtype=jnp.int32)
-    survives = current & (at.position >= length[:, None] - slots)
-    slot = jnp.where(survives, jnp.mod(at.position, slots), slots)
+    newest = at.position >= length[:, None] - max(slots - prefix, 0)
+    survives = current & (newest | (at.position < prefix))
+    slot = jnp.where(survives, _slots_of(at.position, slots, prefix), slots)
     rows = jnp.arange(batch)[:, None]
 
     def write(old, new):
         if old is None:
             old = jnp.zeros((batch, slots, *new.shape[2:]), new.dtype)
         elif old.shape[1] != slots:
-            held = slot_positions(kept, slots)
-            source = jnp.mod(jnp.maximum(held, 0), old.shape[1])
+            held = jnp.maximum(slot_positions(kept, slots, prefix), 0)
+            source = jnp.minimum(_slots_of(held, old.shape[1], prefix), old.shape[1] - 1)
             old = jnp.take_along_axis(old, source[:, :, None, None], axis=1)
         return old.at[rows, slot].set(new.astype(old.dtype), mode="drop")
 

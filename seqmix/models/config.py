@@ -11,14 +11,19 @@ from seqmix import config as configs
 from seqmix.layers import registry
 from seqmix.layers.checks import at_least, positive
 from seqmix.models.feed_forward import FeedForwardConfig
+from seqmix.models.logits import LogitScaling
 from seqmix.models.moe import MoEConfig
 from seqmix.models.pattern import Element, Plan, expand, parse
+from seqmix.models.residual import NormName, ResidualConfig
+from seqmix.models.shared_block import SharedBlockConfig
 
 DType = Literal["float32", "bfloat16"]
 
 # Feed-forward parts by their name in patterns; 'none' is a layer without one.
 FEED_FORWARDS: dict[str, type] = {"feed_forward": FeedForwardConfig, "moe": MoEConfig}
 _NONE = "none"
+# Mixers that are more than a layer of `seqmix.layers`, by their name in patterns.
+_COMPOUND: dict[str, type] = {"shared_block": SharedBlockConfig}
 
 
 @configs.configurable("HybridLM")
@@ -28,6 +33,9 @@ class HybridLMConfig:
 
     Attributes:
       vocabulary: number of token ids.
+      meta_tokens: learned vectors that every document begins with (Hymba), the ids from
+        ``vocabulary`` on. They are ordinary tokens to all layers, at the first positions; the head
+        never predicts them. ``Attention.prefix`` keeps them in sight of windows.
       width: model width D.
       layers: number of layers.
       pattern: layers of one period, repeated; see `seqmix.models.pattern`.
@@ -38,6 +46,17 @@ class HybridLMConfig:
         gin they are filled from the layers' own names and scopes.
       feed_forward: feed-forward part of the layers whose pattern names none, @FeedForward() or
         @MoE(); None for layers without one.
+      residual: how mixers and feed-forward parts without a scope join the residual stream.
+      residuals: the same for each part with a scope, by its text ('post/attention'); those not
+        given are as ``residual``. From gin they are filled from ``<scope>/Residual``, so that the
+        parts of one scope join alike.
+      norm: kind of the norms of blocks, embedding and output: 'rms', 'zero_centred' (RMS, times
+        1 + scale: Gemma, Qwen3-Next) or 'layer' (layer norm with a bias: RWKV).
+      embedding_multiplier: factor of the embeddings where they enter the stream (Gemma: the root of
+        the width); the head does not see it.
+      embedding_norm: a norm on the embeddings, after the multiplier (RWKV).
+      logits_multiplier: factor of the logits (Falcon-H1).
+      logit_softcap: c in c tanh(logits / c), after the multiplier (Gemma 2); default none.
       tied: the head is the transposed embedding.
       embedding_std: standard deviation of embedding and head at initialisation; default
         ``0.4 / sqrt(width)``. The head reads a hidden state of unit mean square, so logits then
@@ -54,6 +73,7 @@ class HybridLMConfig:
     """
 
     vocabulary: int = 257
+    meta_tokens: int = 0
     width: int = 256
     layers: int = 4
     pattern: str = "3 gated_delta_net, attention"
@@ -63,6 +83,13 @@ class HybridLMConfig:
     feed_forward: FeedForwardConfig | MoEConfig | None = dataclasses.field(
         default_factory=FeedForwardConfig
     )
+    residual: ResidualConfig = dataclasses.field(default_factory=ResidualConfig)
+    residuals: Mapping[str, ResidualConfig] = dataclasses.field(default_factory=dict)
+    norm: NormName = "rms"
+    embedding_multiplier: float = 1.0
+    embedding_norm: bool = False
+    logits_multiplier: float = 1.0
+    logit_softcap: float | None = None
     tied: bool = True
     embedding_std: float | None = None
     norm_epsilon: float = 1e-6
@@ -74,7 +101,9 @@ class HybridLMConfig:
 
     def __post_init__(self):
         at_least(self, 1, "vocabulary", "width", "layers")
+        at_least(self, 0, "meta_tokens")
         positive(self, "embedding_std", "norm_epsilon")
+        positive(self, "embedding_multiplier", "logits_multiplier", "logit_softcap")
         parts = _parts(self.leading, self.pattern, self.trailing)
         known = {part.key: _config_of(part) for part in parts}
         for key, value in self.mixers.items():
@@ -95,11 +124,38 @@ class HybridLMConfig:
                 filled[key] = self.feed_forward
         # Frozen, so that the config hashes: modules keep it as a static attribute.
         object.__setattr__(self, "mixers", FrozenDict(filled))
+        object.__setattr__(self, "residuals", FrozenDict(self._residuals(parts)))
         self.plan()
         for mixer in filled.values():
             if type(mixer) not in FEED_FORWARDS.values():
                 mixer.flops_per_token(self.width, 1.0)  # raises where its sizes do not fit
         self._connect()
+        self.shared_blocks()
+
+    def _residuals(self, parts: Iterable[Element]) -> dict[str, ResidualConfig]:
+        """``residuals``, completed.
+
+        Raises:
+          ValueError: a key is no part with a scope, or the parts of a scope differ.
+        """
+        scopes = {part.key: part.scope for part in parts if part.scope}
+        for key in self.residuals:
+            if key not in scopes:
+                raise ValueError(
+                    f"HybridLM.residuals has {key!r}, which is no part with a scope of the "
+                    f"patterns: {', '.join(map(repr, scopes)) or 'they have none'}; parts without "
+                    "one take HybridLM.residual"
+                )
+        filled = {key: self.residuals.get(key, self.residual) for key in scopes}
+        by_scope: dict[str, str] = {}
+        for key, scope in scopes.items():
+            other = by_scope.setdefault(scope, key)
+            if filled[key] != filled[other]:
+                raise ValueError(
+                    f"HybridLM.residuals: {other!r} and {key!r} have one scope and must be equal, "
+                    f"got {filled[other]} and {filled[key]}"
+                )
+        return filled
 
     def _connect(self) -> None:
         """Raises where a layer reads what no layer below it shares."""
@@ -117,12 +173,21 @@ class HybridLMConfig:
 
     @classmethod
     def gin_children(cls, values: Mapping[str, Any]) -> Iterable[configs.Child]:
-        """The configs of the pattern's elements, under their scopes."""
+        """The configs of the pattern's elements and their residuals, under their scopes."""
         parts = _parts(*(values[name] for name in ("leading", "pattern", "trailing")))
         return [
             configs.Child(field="mixers", key=part.key, config=_config_of(part), scope=part.scope)
             for part in parts
+        ] + [
+            configs.Child("residuals", key=part.key, config=ResidualConfig, scope=part.scope)
+            for part in parts
+            if part.scope
         ]
+
+    @property
+    def meta_ids(self) -> range:
+        """Ids that every document begins with."""
+        return range(self.vocabulary, self.vocabulary + self.meta_tokens)
 
     def plan(self) -> Plan:
         """The layers from the bottom up."""
@@ -138,6 +203,43 @@ class HybridLMConfig:
         if part is None:
             return self.feed_forward
         return None if part.name == _NONE else self.mixers[part.key]
+
+    def shared_blocks(self) -> dict[str, SharedBlockConfig]:
+        """A config of each shared transformer by its name, those of the lowest layer that uses it.
+
+        Raises:
+          ValueError: two uses of one name differ in the shared weights, or a use stands in a
+            residual of the kind 'stream'.
+        """
+        found: dict[str, tuple[Element, SharedBlockConfig]] = {}
+        for element in dict.fromkeys(self.plan().elements):
+            config = self.mixer(element)
+            if not isinstance(config, SharedBlockConfig):
+                continue
+            if self.residuals_of(element)[0].norm == "stream":
+                raise ValueError(
+                    f"HybridLM.pattern: '{element.key}' cannot have Residual.norm = 'stream': what "
+                    "its mixer reads is not the stream"
+                )
+            first, other = found.setdefault(config.block, (element, config))
+            for field in ("attention", "feed_forward"):
+                if getattr(config, field) != getattr(other, field):
+                    raise ValueError(
+                        f"HybridLM.pattern: '{first.key}' and '{element.key}' share the block "
+                        f"{config.block!r}, but their SharedBlock.{field} differ"
+                    )
+        return {name: config for name, (_, config) in found.items()}
+
+    def residuals_of(self, element: Element) -> tuple[ResidualConfig, ResidualConfig]:
+        """How mixer and feed-forward part of one element join the residual stream."""
+        part = element if element.name in FEED_FORWARDS else element.feed_forward
+        keys = element.key, None if part is None else part.key
+        return tuple(self.residuals.get(key, self.residual) for key in keys)
+
+    @property
+    def logit_scaling(self) -> LogitScaling:
+        """What makes logits of the head's products."""
+        return LogitScaling(self.logits_multiplier, self.logit_softcap)
 
     @property
     def branches(self) -> int:
@@ -207,4 +309,5 @@ def _parts(*patterns: str) -> tuple[Element, ...]:
 
 def _config_of(part: Element) -> type:
     """The config class of a mixer or a feed-forward part."""
-    return FEED_FORWARDS.get(part.name) or registry.get(part.name).config
+    known = FEED_FORWARDS | _COMPOUND
+    return known.get(part.name) or registry.get(part.name).config

@@ -12,7 +12,8 @@ from flax import nnx
 
 from seqmix import config as configs
 from seqmix.layers import LayerInfo, Linear
-from seqmix.layers.checks import at_least
+from seqmix.layers.checks import at_least, positive
+from seqmix.layers.linear import multiplied
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
@@ -49,6 +50,8 @@ class FeedForwardConfig:
       gated: the activation gates a second projection (SwiGLU, GeGLU); otherwise it is applied to
         the only one, as in Nemotron-H with 'relu2'.
       bias: biases on all projections.
+      gate_multiplier: factor of the gate before its activation (Falcon-H1).
+      down_multiplier: factor of the result (Falcon-H1).
     """
 
     hidden: int | None = None
@@ -56,9 +59,17 @@ class FeedForwardConfig:
     activation: ActivationName = "silu"
     gated: bool = True
     bias: bool = False
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
 
     def __post_init__(self):
         at_least(self, 1, "hidden", "multiple_of")
+        positive(self, "gate_multiplier", "down_multiplier")
+        if self.gate_multiplier != 1.0 and not self.gated:
+            raise ValueError(
+                f"FeedForward.gate_multiplier = {self.gate_multiplier} needs a gate, "
+                "got gated = False"
+            )
 
     def hidden_width(self, width: int) -> int:
         """Hidden width at this model width."""
@@ -77,7 +88,10 @@ class FeedForwardConfig:
 
 
 class FeedForward(nnx.Module):
-    """y = (activation(x W_gate) * x W_up) W_down; without a gate y = activation(x W_up) W_down."""
+    """y = (activation(x W_gate) * x W_up) W_down; without a gate y = activation(x W_up) W_down.
+
+    Falcon-H1 multiplies x W_gate and y, biases included, by constants.
+    """
 
     def __init__(
         self,
@@ -94,11 +108,28 @@ class FeedForward(nnx.Module):
         self.gate = Linear(width, hidden, **common) if config.gated else None
         self.up = Linear(width, hidden, **common)
         self.down = Linear(hidden, width, scale=layer.residual_scale, **common)
-        self.activation = config.activation
+        self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] to [..., D] in the compute dtype."""
-        function = activation(self.activation)
+    def __call__(
+        self, x: jax.Array, *, adapter: Callable[[jax.Array], jax.Array] | None = None
+    ) -> jax.Array:
+        """[..., D] to [..., D] in the compute dtype.
+
+        Args:
+          x: [..., D].
+          adapter: function of x that is added to the projections, gate and up side by side
+            [..., 2 F], up alone [..., F] without a gate: what tells the uses of shared weights
+            apart.
+        """
+        config = self.config
+        function = activation(config.activation)
+        hidden = [self.up(x)] if self.gate is None else [self.gate(x), self.up(x)]
+        if adapter is not None:
+            added = jnp.split(adapter(x), len(hidden), axis=-1)
+            hidden = [y + z for y, z in zip(hidden, added, strict=True)]
         if self.gate is None:
-            return self.down(function(self.up(x)))
-        return self.down(function(self.gate(x)) * self.up(x))
+            y = self.down(function(hidden[0]))
+        else:
+            gate = multiplied(hidden[0], config.gate_multiplier)
+            y = self.down(function(gate) * hidden[1])
+        return multiplied(y, config.down_multiplier)

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -45,9 +46,11 @@ class Report:
 
     Attributes:
       layers: a row per layer.
-      embedding_parameters: of the token embedding (also the head when tied).
+      embedding_parameters: of the token embedding (also the head when tied) and meta tokens.
       head_parameters: of an untied head, else 0.
-      norm_parameters: of the output norm.
+      shared_parameters: of the transformers that layers share, each counted once; their FLOPs are
+        in the rows of the layers that use them.
+      norm_parameters: of the norms of output and, where there is one, embedding.
       parameters: of the whole model.
       active: those that a token uses, embedding and head included.
       head_flops: forward FLOPs per token of the head.
@@ -60,6 +63,7 @@ class Report:
     layers: tuple[LayerRow, ...]
     embedding_parameters: int
     head_parameters: int
+    shared_parameters: int
     norm_parameters: int
     parameters: int
     active: int
@@ -94,6 +98,9 @@ class Report:
                 f"{row.active:,}",
                 _si(row.flops),
             )
+        if self.shared_parameters:
+            count = f"{self.shared_parameters:,}"
+            add("", "shared blocks", count, count, "by use")
         head = f"{self.head_parameters:,}" if self.head_parameters else "tied"
         count = f"{self.norm_parameters:,}"
         add("", "norm", count, count, "not counted")
@@ -173,9 +180,10 @@ def inspect(
         rows.append(LayerRow(index, str(element), parameters, active, flops, cache))
     return Report(
         layers=tuple(rows),
-        embedding_parameters=parameter_count(model.embedding),
+        embedding_parameters=parameter_count((model.embedding, model.meta)),
         head_parameters=0 if model.head is None else parameter_count(model.head),
-        norm_parameters=parameter_count(model.norm),
+        shared_parameters=parameter_count(model.stack.shared),
+        norm_parameters=parameter_count((model.norm, model.embedding_norm)),
         parameters=parameter_count(model),
         active=parameter_count(model) - config.inactive_parameters,
         head_flops=2.0 * config.width * config.vocabulary,
@@ -186,8 +194,8 @@ def inspect(
     )
 
 
-def parameter_count(tree: nnx.Module | nnx.State | nnx.Variable) -> int:
-    """Number of elements of all arrays of a module, state or Variable, abstract or not.
+def parameter_count(tree: Any) -> int:
+    """Number of elements of all arrays of modules, states or Variables, abstract or not.
 
     Buffers, which are not trained, do not count.
     """

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrid language model: embedding, a stack of mixed layers, head."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from seqmix import mixers
-from seqmix.layers import RMSNorm
 from seqmix.layers.auxiliary import Auxiliary
 from seqmix.layers.linear import product
 from seqmix.layers.parameters import EmbeddingParam, HeadParam
 from seqmix.models.config import HybridLMConfig
+from seqmix.models.logits import LogitScaling
+from seqmix.models.residual import make_norm
 from seqmix.models.stack import Stack, StackCache
 
 
@@ -49,15 +50,24 @@ class HybridLM(nnx.Module):
         table = draw(rngs.params(), (config.vocabulary, config.width), config.param_dtype)
         self.embedding = EmbeddingParam(table)
         self.stack = Stack(config, rngs=rngs)
-        self.norm = RMSNorm(
-            config.width,
-            epsilon=config.norm_epsilon,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-        )
+
+        def norm(dtype: Any) -> nnx.Module:
+            return make_norm(
+                config.norm,
+                config.width,
+                epsilon=config.norm_epsilon,
+                dtype=dtype,
+                param_dtype=config.param_dtype,
+            )
+
+        self.embedding_norm = norm(config.residual_dtype) if config.embedding_norm else None
+        self.norm = norm(config.dtype)
         shape = (config.width, config.vocabulary)
         head = None if config.tied else draw(rngs.params(), shape, config.param_dtype)
         self.head = None if head is None else HeadParam(head)
+        shape = (config.meta_tokens, config.width)
+        meta = draw(rngs.params(), shape, config.param_dtype) if config.meta_tokens else None
+        self.meta = None if meta is None else EmbeddingParam(meta)
         self.config = config
 
     def __call__(
@@ -70,7 +80,8 @@ class HybridLM(nnx.Module):
 
         Args:
           tokens: [B, T] integers in [0, vocabulary). An id outside gives NaN, never a wrong row;
-            at padding any id will do.
+            at padding any id will do. With meta tokens a document begins with their ids,
+            ``config.meta_ids``; generation puts them there itself.
           segment_ids: [B, T] int32, 0 = padding; None: all one segment.
           positions: [B, T] int32; None: counted per segment.
 
@@ -128,14 +139,8 @@ class HybridLM(nnx.Module):
             start = None if cache is None else cache.position
             positions = mixers.segment_positions(ids, start)
 
-        x = self.embedding.at[tokens].get(
-            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
-        )
-        x = x.astype(self.config.residual_dtype)
-        if segment_ids is not None:
-            x = jnp.where((segment_ids != 0)[..., None], x, 0)
         x, layers, sums = self.stack(
-            x,
+            self._embed(tokens, segment_ids),
             segment_ids=segment_ids,
             positions=positions,
             cache=None if cache is None else cache.layers,
@@ -145,6 +150,23 @@ class HybridLM(nnx.Module):
         if cache is not None:
             cache = HybridCache(_next_position(ids, positions, cache.position), layers)
         return x, cache, sums
+
+    def _embed(self, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """[B, T] ids to the residual stream [B, T, D]; NaN where an id is outside, 0 at padding."""
+
+        def real(x: jax.Array) -> jax.Array:
+            return x if segment_ids is None else jnp.where((segment_ids != 0)[..., None], x, 0)
+
+        outside = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
+        x = self.embedding.at[tokens].get(**outside)
+        if self.meta is not None:
+            place = tokens.astype(jnp.int32) - self.config.vocabulary
+            x = jnp.where((place >= 0)[..., None], self.meta.at[place].get(**outside), x)
+        x = real(x.astype(self.config.residual_dtype))
+        if self.config.embedding_multiplier != 1.0:
+            x = self.config.embedding_multiplier * x
+        # Masked on both sides of the norm: its gradient at NaN is NaN, and its bias is not 0.
+        return x if self.embedding_norm is None else real(self.embedding_norm(x))
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -158,11 +180,19 @@ class HybridLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] hidden states to [..., vocabulary] float32 logits."""
         kernel = self.head_kernel().astype(self.config.dtype)
-        return product(hidden, kernel, jnp.float32)
+        return self.logit_scaling(product(hidden, kernel, jnp.float32))
 
     def head_kernel(self) -> jax.Array:
-        """Output projection [D, vocabulary]; the transposed embedding when tied."""
+        """Output projection [D, vocabulary]; the transposed embedding when tied.
+
+        Its products with hidden states are logits once `logit_scaling` has been applied.
+        """
         return self.embedding[...].T if self.head is None else self.head[...]
+
+    @property
+    def logit_scaling(self) -> LogitScaling:
+        """What makes logits of the head's products."""
+        return self.config.logit_scaling
 
     def init_cache(self, batch: int, capacity: int) -> HybridCache:
         """An empty cache.

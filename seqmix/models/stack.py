@@ -14,6 +14,7 @@ from seqmix.layers.auxiliary import Auxiliary, means_of, no_auxiliary
 from seqmix.models.block import AUXILIARY, LOAD, Block, run_block
 from seqmix.models.config import HybridLMConfig
 from seqmix.models.pattern import Element
+from seqmix.models.shared_block import SharedInput, SharedTransformer
 
 
 class StackCache(NamedTuple):
@@ -37,6 +38,8 @@ class Stack(nnx.Module):
       leading: unrolled blocks before the periods; with ``config.scan = False`` all of them.
       periods: one block per position in the period, parameters [periods, ...]; run by `lax.scan`.
       trailing: unrolled blocks after the periods: the remainder and the trailing pattern.
+      shared: the transformers that layers share, by name; every use reads the same weights, so
+        that their gradient is the sum over the uses.
     """
 
     def __init__(self, config: HybridLMConfig, *, rngs: nnx.Rngs):
@@ -78,6 +81,20 @@ class Stack(nnx.Module):
             leading.extend(rest)
             rest = nnx.List([])
         self.leading, self.periods, self.trailing = leading, period, rest
+        self.shared = nnx.Dict(
+            {
+                name: SharedTransformer(
+                    block,
+                    config.width,
+                    norm=config.norm,
+                    norm_epsilon=config.norm_epsilon,
+                    dtype=config.dtype,
+                    param_dtype=config.param_dtype,
+                    rngs=rngs,
+                )
+                for name, block in config.shared_blocks().items()
+            }
+        )
         self.remat = config.remat
         self.count = plan.periods
 
@@ -103,16 +120,19 @@ class Stack(nnx.Module):
           and metrics (None where none is asked for or none has any). Where it is asked for, layers
           with experts count their load.
         """
+        embeddings = x
 
         def run(blocks: nnx.List, stream: Any, caches: Any, prevent_cse: bool):
             caches = (None,) * len(blocks) if caches is None else caches
             (x, shared), after, loads = stream, [], []
             for block, before in zip(blocks, caches, strict=True):
+                used = None if block.use is None else self.shared[block.use.name]
                 x, new, shared = run_block(
                     block,
                     x,
                     before,
                     shared,
+                    shared_input=None if used is None else SharedInput(embeddings, used),
                     segment_ids=segment_ids,
                     positions=positions,
                     remat=self.remat,
@@ -197,10 +217,7 @@ class Stack(nnx.Module):
             return jnp.broadcast_to(leaf, (self.count, *leaf.shape))
 
         leading, periods, trailing = (
-            tuple(
-                None if block.mixer is None else block.mixer.init_cache(batch, capacity)
-                for block in blocks
-            )
+            tuple(block.init_cache(batch, capacity, self.shared) for block in blocks)
             for blocks in (self.leading, self.periods, self.trailing)
         )
         return StackCache(leading, jax.tree.map(stacked, periods), trailing)

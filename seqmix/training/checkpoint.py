@@ -6,7 +6,8 @@ A checkpoint of step s has four items:
 * `params`: {name: array}, enough for inference;
 * `training`: step, counters, optimizer and the model's other variables, flat by name;
 * `data`: the data iterator's state after s batches;
-* `facts`: the settings that must match to restore: layer stacking and seed.
+* `facts`: the settings that must match to restore: layer stacking and seed; and 'untrained' where
+  the parameters were imported, so that there is no optimizer's state.
 
 Orbax writes into a temporary directory and renames it when everything is on disk, so a process
 killed at any moment leaves the checkpoints before it intact.
@@ -25,6 +26,9 @@ from jax.sharding import Sharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from seqmix.training.state import TrainState
+
+# Pieces of an array that a save with little memory writes one by one.
+_CHUNK_BYTES = 8_000_000
 
 
 class CheckpointError(RuntimeError):
@@ -57,6 +61,9 @@ class Checkpointer:
       keep_last: number of newest checkpoints kept.
       keep_every: checkpoints whose step is a multiple are kept for good; None for none.
       read_only: for reading alone: nothing is created or removed.
+      save_memory: bytes that a save may take beside the state, at least those of its largest array
+        (with less, Orbax waits for ever); saves then return when they are complete. None for no
+        limit, and saves in the background.
 
     Raises:
       FileNotFoundError: `read_only`, and there is no such directory.
@@ -69,6 +76,7 @@ class Checkpointer:
         keep_last: int = 2,
         keep_every: int | None = None,
         read_only: bool = False,
+        save_memory: int | None = None,
     ):
         self.directory = Path(directory).absolute()
         if read_only and not self.directory.is_dir():
@@ -80,12 +88,23 @@ class Checkpointer:
             create=not read_only,
             # A reader must not remove what a running trainer is writing.
             cleanup_tmp_directories=not read_only,
-            enable_async_checkpointing=not read_only,
+            enable_async_checkpointing=not read_only and save_memory is None,
             # Made in the caller, a directory that cannot be made is an error at once.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        handlers = None
+        if save_memory is not None:
+            handlers = {
+                "params": ocp.StandardCheckpointHandler(save_concurrent_gb=save_memory / 1e9),
+                "training": ocp.StandardCheckpointHandler(),
+                "data": ocp.JsonCheckpointHandler(),
+                "facts": ocp.JsonCheckpointHandler(),
+            }
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_handlers=handlers
+        )
+        self._save_memory = save_memory
         self._pending = False
 
     def latest_step(self) -> int | None:
@@ -111,8 +130,12 @@ class Checkpointer:
         self._raise_failures(wait=True)
         if step in self._manager.all_steps():
             return False
+        chunks = None
+        if self._save_memory is not None:
+            chunk = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+            chunks = dict.fromkeys(state.params, chunk)
         args = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
+            params=ocp.args.StandardSave(state.params, save_args=chunks),
             training=ocp.args.StandardSave(flatten(state)),
             data=ocp.args.JsonSave(_encode(data)),
             facts=ocp.args.JsonSave(dict(facts)),

@@ -33,6 +33,7 @@ def validation_data(experiment: Experiment) -> data.PackedDataset:
         batch_size=experiment.trainer.batch_size,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
+        vocabulary=experiment.model.vocabulary,
     )
 
 

@@ -124,6 +124,11 @@ class Experiment:
                     f"HybridLM.pattern has {name!r}, which reads later tokens: training on next "
                     "tokens would show it its labels"
                 )
+        if self.model.meta_tokens != self.data.meta_tokens:
+            raise ValueError(
+                "HybridLM.meta_tokens and Data.meta_tokens must be equal, the tokens that every "
+                f"document begins with, got {self.model.meta_tokens} and {self.data.meta_tokens}"
+            )
 
 
 class ResumeError(ValueError):

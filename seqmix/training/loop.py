@@ -111,6 +111,7 @@ class _Run:
             batch_size=self.trainer.batch_size,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            vocabulary=experiment.model.vocabulary,
         )
         self.program: Program = build_program(experiment, dataset.tokenizer.byte_lengths())
         self.validation_data = None
@@ -174,7 +175,12 @@ class _Run:
         if latest is None:
             return 0, self._initial()
         where = f"{self.run_dir}, checkpoint {latest}"
-        check_facts(self.checkpointer.facts(latest), self._facts(), where)
+        facts = self.checkpointer.facts(latest)
+        check_facts(facts, self._facts(), where)
+        if facts.get("untrained"):
+            self.origin = "parameters as imported, the optimizer starts afresh"
+            source = read_source(self.program, self.run_dir, ())
+            return latest, source.replace(self.program.initialise())
         state, position = self.checkpointer.restore(
             latest, self.program.abstract, self.program.shardings
         )
@@ -193,10 +199,7 @@ class _Run:
         return source.replace(self.program.initialise())
 
     def _facts(self) -> dict[str, Any]:
-        model = self.experiment.model
-        stacking = ("pattern", "layers", "leading", "trailing", "scan")
-        facts = {f"HybridLM.{name}": getattr(model, name) for name in stacking}
-        return {**facts, "Trainer.seed": self.trainer.seed}
+        return run_facts(self.experiment)
 
     def _check_tokenizer(self, tokenizer: data.Tokenizer):
         if has_checkpoint(self.run_dir / CHECKPOINTS):
@@ -348,6 +351,13 @@ class _Run:
         return TrainResult(
             self.run_dir, self.step, stopped, self.train_record, self.validation_record, bigram
         )
+
+
+def run_facts(experiment: Experiment) -> dict[str, Any]:
+    """The settings that a checkpoint must share with the run that reads it, by name."""
+    stacking = ("pattern", "layers", "leading", "trailing", "scan")
+    facts = {f"HybridLM.{name}": getattr(experiment.model, name) for name in stacking}
+    return {**facts, "Trainer.seed": experiment.trainer.seed}
 
 
 class _Rate:

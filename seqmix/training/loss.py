@@ -3,7 +3,7 @@
 
 For a token with hidden vector h [D], head kernel W [D, V], label y and weight w:
 
-    logits = h W                    float32
+    logits = scaling(h W)           float32; the head's factor and soft cap, if it has them
     lse    = logsumexp(logits)
     nll    = lse - logits[y]        cross-entropy, nats
     z      = lse^2                  z-loss (PaLM, arXiv:2204.02311, section 5), keeps lse near 0
@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from seqmix.models.logits import UNSCALED, LogitScaling
 
 
 class LossSums(NamedTuple):
@@ -38,6 +40,7 @@ def chunked_cross_entropy(
     *,
     z_loss: float = 0.0,
     chunk_tokens: int = 4096,
+    scaling: LogitScaling = UNSCALED,
 ) -> tuple[jax.Array, LossSums]:
     """Summed cross-entropy of next-token labels, without the [B, T, V] logits.
 
@@ -50,6 +53,7 @@ def chunked_cross_entropy(
       z_loss: coefficient of the z-loss in the returned objective.
       chunk_tokens: tokens whose logits may exist at once; time is cut into pieces of about
         chunk_tokens / B steps (at least one step).
+      scaling: makes logits of the products hidden @ kernel.
 
     Returns:
       (objective, sums): objective = sum(w * nll) + z_loss * sum(w * lse^2), float32, differentiable
@@ -71,7 +75,7 @@ def chunked_cross_entropy(
         hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
         labels = jnp.pad(labels, ((0, 0), (0, pad)))
         weights = jnp.pad(weights, ((0, 0), (0, pad)))
-    loss, sums = _chunked(hidden, kernel, labels, weights, float(z_loss), steps)
+    loss, sums = _chunked(hidden, kernel, labels, weights, float(z_loss), steps, scaling)
     return loss, jax.tree.map(jax.lax.stop_gradient, sums)
 
 
@@ -123,12 +127,12 @@ def _logits(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
     return _product("btd,dv->btv", hidden, kernel)
 
 
-def _forward(hidden, kernel, labels, weights, z_loss, steps):
+def _forward(hidden, kernel, labels, weights, z_loss, steps, scaling):
     head = kernel.astype(hidden.dtype)
 
     def body(sums, chunk):
         h, y, w = chunk
-        logits = _logits(h, head)
+        logits = scaling(_logits(h, head))
         top = jnp.max(logits, axis=-1)
         lse = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
         label_logit = jnp.take_along_axis(logits, y[..., None], axis=-1)[..., 0]
@@ -151,29 +155,31 @@ def _forward(hidden, kernel, labels, weights, z_loss, steps):
     return objective, sums, lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _chunked(hidden, kernel, labels, weights, z_loss, steps):
-    objective, sums, _ = _forward(hidden, kernel, labels, weights, z_loss, steps)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _chunked(hidden, kernel, labels, weights, z_loss, steps, scaling):
+    objective, sums, _ = _forward(hidden, kernel, labels, weights, z_loss, steps, scaling)
     return objective, sums
 
 
-def _chunked_fwd(hidden, kernel, labels, weights, z_loss, steps):
-    objective, sums, lse = _forward(hidden, kernel, labels, weights, z_loss, steps)
+def _chunked_fwd(hidden, kernel, labels, weights, z_loss, steps, scaling):
+    objective, sums, lse = _forward(hidden, kernel, labels, weights, z_loss, steps, scaling)
     return (objective, sums), (hidden, kernel, labels, weights, lse)
 
 
-def _chunked_bwd(z_loss, steps, residuals, cotangents):
+def _chunked_bwd(z_loss, steps, scaling, residuals, cotangents):
     hidden, kernel, labels, weights, lse = residuals
     scale = cotangents[0]
     head = kernel.astype(hidden.dtype)
 
     def body(d_kernel, chunk):
         h, y, w, s = chunk
-        p = jnp.exp(_logits(h, head) - s[..., None])
+        logits = scaling(_logits(h, head))
+        p = jnp.exp(logits - s[..., None])
         onehot = jax.nn.one_hot(y, p.shape[-1], dtype=jnp.float32)
         g = p * (1.0 + 2.0 * z_loss * s[..., None]) if z_loss else p
         counted = (w != 0)[..., None]
-        g = jnp.where(counted, (g - onehot) * (w * scale)[..., None], 0.0).astype(h.dtype)
+        g = scaling.backward(logits, (g - onehot) * (w * scale)[..., None])
+        g = jnp.where(counted, g, 0.0).astype(h.dtype)
         d_h = _product("btv,dv->btd", g, head)
         d_kernel += _product("btd,btv->dv", h, g)
         return d_kernel, d_h.astype(h.dtype)

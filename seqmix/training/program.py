@@ -131,6 +131,7 @@ def build_program(
         z_loss=trainer.z_loss,
         chunk_tokens=trainer.loss_chunk_tokens * mesh.size,
         byte_lengths=np.pad(byte_lengths, (0, model.vocabulary - len(byte_lengths))),
+        meta_ids=model.meta_ids,
         hidden_sharding=batch_sharding(mesh) if mesh.size > 1 else None,
     )
     definition = define_model(experiment)

@@ -47,6 +47,7 @@ class StepOptions:
       z_loss: coefficient of the z-loss.
       chunk_tokens: tokens whose logits may exist at once.
       byte_lengths: [V] bytes each token stands for.
+      meta_ids: ids of the model's meta tokens, which are no labels.
       hidden_sharding: constraint on the hidden states [B, T, D], None for none.
       trainable: names of the trained parameters, None for all. The others are constants: neither
         gradients nor optimizer states of them exist.
@@ -56,6 +57,7 @@ class StepOptions:
     z_loss: float
     chunk_tokens: int
     byte_lengths: np.ndarray
+    meta_ids: range = range(0)
     hidden_sharding: Any = None
     trainable: frozenset[str] | None = None
 
@@ -68,20 +70,28 @@ class StepOptions:
         )
 
 
-def label_weights(segment_ids: jax.Array) -> jax.Array:
+def label_weights(
+    segment_ids: jax.Array, tokens: jax.Array | None = None, meta_ids: range = range(0)
+) -> jax.Array:
     """[B, T] float32, 1 where a label counts: its segment is its input's, and not padding (0).
 
     Args:
       segment_ids: [B, T + 1] int.
+      tokens: [B, T + 1] int, the labels from the second on; only needed with meta tokens.
+      meta_ids: ids that are no labels.
     """
     inputs, labels = segment_ids[:, :-1], segment_ids[:, 1:]
-    return ((inputs == labels) & (labels != 0)).astype(jnp.float32)
+    counted = (inputs == labels) & (labels != 0)
+    if meta_ids:
+        label = tokens[:, 1:]
+        counted = counted & ~((label >= meta_ids.start) & (label < meta_ids.stop))
+    return counted.astype(jnp.float32)
 
 
-def labels_per_token(batch: Batch) -> jax.Array:
+def labels_per_token(batch: Batch, meta_ids: range = range(0)) -> jax.Array:
     """Counted labels per real input token of a whole batch: brings sums over these to one mean."""
     segments = batch["segment_ids"]
-    labels = jnp.sum(label_weights(segments))
+    labels = jnp.sum(label_weights(segments, batch["tokens"], meta_ids))
     real = jnp.sum((segments[:, :-1] != 0).astype(jnp.float32))
     return jnp.maximum(labels, 1.0) / jnp.maximum(real, 1.0)
 
@@ -109,7 +119,7 @@ def batch_loss(
         )
     if options.hidden_sharding is not None:
         hidden = jax.lax.with_sharding_constraint(hidden, options.hidden_sharding)
-    weights = label_weights(segments)
+    weights = label_weights(segments, tokens, options.meta_ids)
     objective, sums = chunked_cross_entropy(
         hidden,
         model.head_kernel(),
@@ -117,6 +127,7 @@ def batch_loss(
         weights,
         z_loss=options.z_loss,
         chunk_tokens=options.chunk_tokens,
+        scaling=model.logit_scaling,
     )
     lengths = jnp.asarray(options.byte_lengths, jnp.float32)
     extra = (
@@ -178,7 +189,7 @@ def make_gradient(definition: ModelDefinition, options: StepOptions):
     def gradient(params, variables, batch):
         parts = options.gradient_accumulation
         # Of the whole batch, so that it does not matter how micro-batches are filled.
-        weight = labels_per_token(batch) if definition.auxiliary else 1.0
+        weight = labels_per_token(batch, options.meta_ids) if definition.auxiliary else 1.0
         if parts == 1:
             grads, variables, sums = summed(params, variables, batch, weight)
         else:

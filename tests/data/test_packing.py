@@ -8,6 +8,7 @@ import pytest
 from seqmix.data.packing import (
     PackedRows,
     Spans,
+    _concat_pieces,
     plan_concat,
     plan_first_fit,
     row_order,
@@ -65,6 +66,44 @@ def test_first_fit_by_hand():
     assert (window.document, window.offset) == (6, 0)
 
 
+def test_concat_with_an_overhead_by_hand():
+    """Two tokens of a row of six go to each piece: one or two pieces a row, at times padding."""
+    documents = Listed([3, 9, 1, 1, 2])
+    first = plan_concat(documents, 0, 0, 3, 6, 2)
+    # After 2 + 3 there is no room for 2 and a token; 2 + 4; 2 + 4.
+    assert rows_of(first) == [[(0, 0, 3)], [(1, 1000, 4)], [(1, 1004, 4)]]
+    assert (first.document, first.offset) == (1, 8)
+    second = plan_concat(documents, 1, 8, 3, 6, 2)
+    assert rows_of(second) == [
+        [(1, 1008, 1), (0, 2000, 1)],
+        [(1, 3000, 1), (0, 4000, 1)],
+        [(0, 4001, 1)],
+    ]
+    assert (second.document, second.offset) == (5, 0)
+    assert plan_concat(documents, 5, 0, 3, 6, 2) == ([], 5, 0)
+
+
+def test_first_fit_with_an_overhead_by_hand():
+    window = plan_first_fit(Listed([3, 9, 1, 1]), 0, 0, 5, 6, 2)
+    assert rows_of(window) == [
+        [(0, 0, 3)],
+        [(1, 1000, 4)],
+        [(1, 1004, 4)],
+        [(1, 1008, 1), (0, 2000, 1)],
+        [(1, 3000, 1)],
+    ]
+
+
+def test_concat_without_an_overhead_is_the_same_row_by_row():
+    documents = Listed(np.random.default_rng(4).integers(1, 60, size=200))
+    place = (0, 0)
+    while (window := plan_concat(documents, *place, 5, 17)).rows:
+        again = _concat_pieces(documents, *place, 5, 17, 0)
+        assert rows_of(again) == rows_of(window)
+        assert again[1:] == window[1:]
+        place = window.document, window.offset
+
+
 def brute_first_fit(lengths, row_length):
     rows = []
     for number, length in enumerate(lengths):
@@ -90,12 +129,13 @@ def test_first_fit_against_the_definition():
 
 @pytest.mark.parametrize("packing", PLANNERS)
 @pytest.mark.parametrize("longest", [3, 40, 500])
-def test_every_token_once(packing, longest):
+@pytest.mark.parametrize("overhead", [0, 3, 15])
+def test_every_token_once(packing, longest, overhead):
     row_length, rows = 16, 7
     lengths = np.random.default_rng(longest).integers(1, longest + 1, size=300)
     seen = []
-    for row in PackedRows(Listed(lengths), packing, rows, row_length, seed=3):
-        assert 1 <= row.lengths.sum() <= row_length
+    for row in PackedRows(Listed(lengths), packing, rows, row_length, 3, overhead):
+        assert 1 <= row.lengths.sum() <= row_length - overhead * len(row.lengths)
         assert row.lengths.min() >= 1
         seen += [s + np.arange(n) for s, n in zip(row.starts, row.lengths, strict=True)]
     wanted = [1000 * i + np.arange(n) for i, n in enumerate(lengths)]

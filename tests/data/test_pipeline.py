@@ -55,6 +55,32 @@ def segments(batches):
                 yield tuple(piece.tolist())
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_segments_begin_with_meta_tokens(packing, data):
+    config = with_(data, packing=packing, meta_tokens=3)
+    dataset = build(config, split="train", batch_size=4, one_pass=True, vocabulary=300)
+    found = list(segments(list(dataset)))
+    assert {piece[:3] for piece in found} == {(300, 301, 302)}
+    assert min(map(len, found)) > 3
+    rest = collections.Counter(itertools.chain.from_iterable(piece[3:] for piece in found))
+    assert rest == collections.Counter(itertools.chain.from_iterable(documents(config, "train")))
+    assert dataset.tokens == rest.total()
+    # Without a model they follow the tokenizer's.
+    assert build(config, batch_size=4).meta_ids == range(257, 260)
+
+
+def test_a_place_saved_with_other_meta_tokens_is_refused(data):
+    plain, meta = (iter(build(with_(data, meta_tokens=n), batch_size=4)) for n in (0, 3))
+    state = plain.get_state()
+    with pytest.raises(DataError, match="meta_tokens was 0 and is 3"):
+        meta.set_state(state)
+    # Places saved before there were meta tokens have none.
+    del state["data"]["meta_tokens"]
+    plain.set_state(state)
+    plain.close()
+    meta.close()
+
+
 def documents(data, split):
     return [
         (*BYTE.encode(d.text), 256)

@@ -20,7 +20,9 @@ CASES = {
         sinks=True,
         output_bias=True,
     ),
-    "mla": MLAConfig(heads=3, head_width=5, rotary_width=4, value_width=7, kv_rank=6, query_rank=8),
+    "mla": MLAConfig(
+        heads=3, head_width=5, rotary_width=4, value_width=7, kv_rank=6, query_rank=8, bias=True
+    ),
 }
 
 CHANGES = {

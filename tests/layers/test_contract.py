@@ -15,6 +15,7 @@ from seqmix.layers import (
     DSAConfig,
     GatedDeltaNetConfig,
     Mamba2Config,
+    MambaConfig,
     MLAConfig,
     NTKScaling,
     RWKV7Config,
@@ -23,6 +24,7 @@ from tests.layers import (
     cases_attention,
     cases_dsa,
     cases_elementwise,
+    cases_parallel,
     cases_scalar_decay,
     cases_sparse,
     cases_sparse_static,
@@ -38,11 +40,21 @@ CASES = {
         heads=3, head_width=5, value_width=7, value_heads=9, chunk_size=8
     ),
     "mamba2": Mamba2Config(expand=3, head_width=5, groups=3, state_size=7, chunk_size=8),
+    "mamba2_without_norm": Mamba2Config(
+        expand=3,
+        head_width=5,
+        state_size=7,
+        bias=True,
+        norm=False,
+        multipliers=(0.5, 2.0, 1.5, 0.75, 1.25),
+        chunk_size=8,
+    ),
     "attention": AttentionConfig(heads=3, kv_heads=1, head_width=6, qk_norm=True),
     "window": AttentionConfig(heads=5, head_width=4, window=4, rotary_fraction=0.5),
     **cases_attention.CASES,
     **cases_dsa.CASES,
     **cases_elementwise.CASES,
+    **cases_parallel.CASES,
     **cases_scalar_decay.CASES,
     **cases_sparse.CASES,
     **cases_sparse_static.CASES,
@@ -55,12 +67,16 @@ VARIANTS = (
     "window",
     "latent_dsa",
     "jamba",
+    "mamba_heads",
+    "mamba2_without_norm",
     "hedgehog",
     "exponential",
     "grouped_gla",
     "gated_output",
     "bounded_kda",
     "mamba2s",
+    "parallel_heads",
+    "rwkv6_channel_mix",
 )
 
 
@@ -201,6 +217,7 @@ CHANGES = {
     **cases_attention.CHANGES,
     **cases_dsa.CHANGES,
     **cases_elementwise.CHANGES,
+    **cases_parallel.CHANGES,
     **cases_scalar_decay.CHANGES,
     **cases_sparse.CHANGES,
     **cases_sparse_static.CHANGES,
@@ -257,6 +274,8 @@ def test_initial_time_steps_follow_the_settings():
         (lambda: AttentionConfig(scale=0.0), "Attention.scale must be positive, got 0"),
         (lambda: AttentionConfig(zero_centred_norm=True), "zero_centred_norm needs qk_norm"),
         (lambda: AttentionConfig(qk_norm="half"), "Attention.qk_norm"),
+        (lambda: AttentionConfig(prefix=3), "Attention.prefix = 3 needs a window"),
+        (lambda: AttentionConfig(key_multiplier=0.0), "key_multiplier must be positive, got 0"),
         (lambda: AttentionConfig(kv_from=""), "Attention.kv_from must be a name or None"),
         (lambda: AttentionConfig(kv_from="a", share_kv_as="b"), "same name .* got 'a' and 'b'"),
         (
@@ -277,6 +296,12 @@ def test_initial_time_steps_follow_the_settings():
         (lambda: Mamba2Config(dt_min=1.0), "dt_min must be <= dt_max, got 1.0 > 0.1"),
         (lambda: Mamba2Config(dt_limit=(2.0, 1.0)), "dt_limit must be 0 <= low < high"),
         (lambda: Mamba2Config(expand=1.5).sizes(15), "expand = 1.5 times the model width 15"),
+        (lambda: Mamba2Config(norm=False, norm_before_gate=True), "needs Mamba2.norm"),
+        (lambda: MambaConfig(heads=2, inner_norms=True), "inner_norms needs Mamba.heads = 1"),
+        (
+            lambda: MambaConfig(heads=3).sizes(16),
+            r"expand \* width must be a multiple of heads = 3",
+        ),
         (lambda: Mamba2Config().sizes(40), r"expand \* width must be a multiple of head_width"),
         (lambda: Mamba2Config(groups=3).sizes(64), r"heads .* multiple of groups = 3, got 2"),
     ],
@@ -291,3 +316,10 @@ def test_window_mean_is_the_mean():
     for time in (1, 6, 7, 8, 100):
         exact = np.minimum(np.arange(1, time + 1), 7).mean()
         assert config.mean_keys((time + 1) / 2) == pytest.approx(exact)
+
+
+def test_a_prefix_adds_the_keys_before_the_window():
+    config = AttentionConfig(window=7, prefix=3)
+    for time in (5, 8, 11, 40):
+        counts = [sum(s < 3 or t - s < 7 for s in range(t + 1)) for t in range(time)]
+        assert config.mean_keys((time + 1) / 2) == pytest.approx(np.mean(counts))

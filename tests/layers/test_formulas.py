@@ -58,7 +58,12 @@ def check(module, expected, x):
 @pytest.mark.parametrize("negative", [False, True])
 def test_gated_delta_net(negative):
     config = GatedDeltaNetConfig(
-        heads=2, value_heads=4, head_width=5, value_width=3, allow_negative_eigenvalues=negative
+        heads=2,
+        value_heads=4,
+        head_width=5,
+        value_width=3,
+        allow_negative_eigenvalues=negative,
+        beta_bias=negative,
     )
     module, p = build(config)
     x = np.random.default_rng(0).normal(size=(TIME, WIDTH))
@@ -67,7 +72,8 @@ def test_gated_delta_net(negative):
         for n in ("query", "key", "value")
     )
     g = -np.exp(p["A_log"]) * softplus(x @ p["decay.kernel"] + p["dt_bias"])
-    beta = sigmoid(x @ p["beta.kernel"]) * (2 if negative else 1)
+    assert ("beta.bias" in p) == negative
+    beta = sigmoid(x @ p["beta.kernel"] + p.get("beta.bias", 0)) * (2 if negative else 1)
     gate = (x @ p["gate.kernel"]).reshape(TIME, 4, 3)
     out = np.zeros((TIME, 4, 3))
     for head in range(4):

@@ -37,7 +37,7 @@ def turn(z, width, interleaved=False, frequencies=None, factor=1.0):
     return out
 
 
-def softmax_rows(q, k, v, scale, window=None, softcap=None, sinks=None):
+def softmax_rows(q, k, v, scale, window=None, softcap=None, sinks=None, prefix=0):
     """[T, H, V]; key head j serves consecutive query heads."""
     time, heads, _ = q.shape
     out = np.zeros((time, heads, v.shape[-1]))
@@ -45,12 +45,13 @@ def softmax_rows(q, k, v, scale, window=None, softcap=None, sinks=None):
         kv = head // (heads // k.shape[1])
         for t in range(time):
             first = 0 if window is None else max(0, t - window + 1)
-            logits = k[first : t + 1, kv] @ q[t, head] * scale
+            seen = [*range(min(prefix, first)), *range(first, t + 1)]
+            logits = k[seen, kv] @ q[t, head] * scale
             if softcap:
                 logits = softcap * np.tanh(logits / softcap)
             weights = np.exp(logits)
             total = weights.sum() + (0 if sinks is None else np.exp(sinks[head]))
-            out[t, head] = weights / total @ v[first : t + 1, kv]
+            out[t, head] = weights / total @ v[seen, kv]
     return out
 
 
@@ -77,6 +78,14 @@ OPTIONS = {
         "zero_centred_norm": True,
         "output_gate": True,
     },
+    "hymba": {
+        "kv_heads": 2,
+        "value_width": 5,
+        "window": 3,
+        "prefix": 2,
+        "key_multiplier": 0.5,
+        "output_gate": True,
+    },
     "sinks": {
         "kv_heads": 2,
         "window": 3,
@@ -101,16 +110,17 @@ def test_attention(name):
     scales = [p.get(f"{n}_norm.scale", 0) + config.zero_centred_norm for n in ("query", "key")]
     if config.qk_norm == "full":
         q, k = (rms(z, 1e-6) * s for z, s in zip((q, k), scales, strict=True))
-    q, k, v = (z.reshape(TIME, -1, 8) for z in (q, k, v))
+    q, k = (z.reshape(TIME, -1, 8) for z in (q, k))
+    v = v.reshape(TIME, -1, config.value_head_width)
     if config.qk_norm is True:
         q, k = (rms(z, 1e-6) * s for z, s in zip((q, k), scales, strict=True))
     rotation = {"width": int(8 * config.rotary_fraction), "interleaved": config.rotary_interleaved}
     if config.rotary_scaling is not None:
         rotation |= {"frequencies": YARN_FREQUENCIES, "factor": YARN_FACTOR}
-    q, k = (turn(z, **rotation) for z in (q, k))
+    q, k = (turn(z, **rotation) for z in (q, k * config.key_multiplier))
     scale = config.scale or 8**-0.5
-    out = softmax_rows(q, k, v, scale, config.window, config.logit_softcap, p.get("sinks"))
-    out = out.reshape(TIME, 32)
+    limits = (config.window, config.logit_softcap, p.get("sinks"), config.prefix)
+    out = softmax_rows(q, k, v, scale, *limits).reshape(TIME, -1)
     if config.output_gate:
         out = out * sigmoid(x @ p["gate.kernel"] + p.get("gate.bias", 0))
     check(module, out @ p["output.kernel"] + p.get("output.bias", 0), x)
@@ -120,7 +130,7 @@ def test_attention(name):
     "options",
     [
         {},
-        {"query_rank": 9, "rotary": False},
+        {"query_rank": 9, "rotary": False, "bias": True},
         {
             "query_rank": 9,
             "rotary_scaling": YarnScaling(
@@ -148,9 +158,10 @@ def test_mla(options):
     x = np.random.default_rng(0).normal(size=(TIME, WIDTH))
     source = x
     if config.query_rank:
-        source = rms(x @ p["query_down.kernel"], 1e-6) * p["query_norm.scale"]
+        source = x @ p["query_down.kernel"] + p.get("query_down.bias", 0)
+        source = rms(source, 1e-6) * p["query_norm.scale"]
     q = (source @ p["query.kernel"]).reshape(TIME, 4, n + shared)
-    down = x @ p["latent.kernel"]
+    down = x @ p["latent.kernel"] + p.get("latent.bias", 0)
     c = rms(down[:, :rank], 1e-6) * p["latent_norm.scale"]
     common = down[:, None, rank:]
     content, turned = q[..., :n], q[..., n:]
@@ -166,7 +177,7 @@ def test_mla(options):
     keys = np.concatenate([keys, np.repeat(common, 4, axis=1)], -1)
     values = (c @ p["value.kernel"]).reshape(TIME, 4, wide)
     out = softmax_rows(np.concatenate([content, turned], -1), keys, values, scale)
-    check(module, out.reshape(TIME, -1) @ p["output.kernel"], x)
+    check(module, out.reshape(TIME, -1) @ p["output.kernel"] + p.get("output.bias", 0), x)
 
 
 def test_a_reading_layer_is_the_sharing_one_with_queries_of_its_own():

@@ -29,7 +29,7 @@ GROUPED = AttentionConfig(
 LATENT = MLAConfig(
     heads=HEADS, head_width=5, rotary_width=4, value_width=3, kv_rank=7, rotary_base=BASE
 )
-LOW_RANK = dataclasses.replace(LATENT, query_rank=9)
+LOW_RANK = dataclasses.replace(LATENT, query_rank=9, bias=True)
 
 
 def grouped(p, x):
@@ -43,9 +43,10 @@ def latent(p, x):
     """The same of expanded heads, as `MLA` is defined."""
     source = x
     if "query_down.kernel" in p:
-        source = rms(x @ p["query_down.kernel"], 1e-6) * p["query_norm.scale"]
+        source = x @ p["query_down.kernel"] + p["query_down.bias"]
+        source = rms(source, 1e-6) * p["query_norm.scale"]
     q = (source @ p["query.kernel"]).reshape(TIME, HEADS, 9)
-    down = x @ p["latent.kernel"]
+    down = x @ p["latent.kernel"] + p.get("latent.bias", 0)
     c = rms(down[:, :7], 1e-6) * p["latent_norm.scale"]
     common = turn(down[:, None, 7:], 4, interleaved=True)
     q = np.concatenate([q[..., :5], turn(q[..., 5:], 4, interleaved=True)], -1)
@@ -99,7 +100,7 @@ def test_dsa(attention, parts, stage):
     q, k, v, source, finish = parts(p, x)
     arrays = (z[None] for z in (q, k, v, *index(p, x, source)))
     out, losses, _ = dsa(*arrays, None, top_k=TOP_K, warmup=stage == "warmup")
-    want = finish(out[0].reshape(TIME, -1)) @ p["output.kernel"]
+    want = finish(out[0].reshape(TIME, -1)) @ p["output.kernel"] + p.get("output.bias", 0)
     np.testing.assert_allclose(y[0], want, rtol=0, atol=1e-5 * np.abs(want).max())
     np.testing.assert_allclose(auxiliary.metrics["dsa.index_loss"], losses.sum(), rtol=1e-5)
     np.testing.assert_allclose(auxiliary.loss, 0.5 * losses.sum(), rtol=1e-5)
@@ -122,6 +123,11 @@ def test_dsa(attention, parts, stage):
             "DSA.attention needs Attention.window = None, got 4",
         ),
         (lambda: DSAConfig(attention=AttentionConfig(sinks=True)), "Attention.sinks = False"),
+        (lambda: DSAConfig(attention=AttentionConfig(value_width=8)), "value_width = None, got 8"),
+        (
+            lambda: DSAConfig(attention=AttentionConfig(key_multiplier=0.5)),
+            "Attention.key_multiplier = 1.0, got 0.5",
+        ),
         (lambda: DSAConfig(attention=MLAConfig(impl="dense")), "MLA.impl = 'auto', got 'dense'"),
     ],
 )

@@ -223,6 +223,15 @@ def test_lightning_slopes_fall_from_layer_to_layer_scanned_or_not():
     np.testing.assert_allclose(scanned(tokens), unrolled(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "exponents"), [("alibi", [4, 8, 2]), ("geometric", [8 / 3, 16 / 3, 8])]
+)
+def test_lightning_slopes_of_heads_that_are_no_power_of_two(kind, exponents):
+    config = LightningConfig(heads=3, head_width=1, slopes=kind)
+    layer = Lightning(config, 2, rngs=nnx.Rngs(0), **COMMON)
+    np.testing.assert_allclose(layer.slopes[...], 2.0 ** -np.array(exponents), rtol=1e-4)
+
+
 def test_buffers_are_not_trained_and_stay_float32():
     layer = Lightning(LightningConfig(heads=2), 8, rngs=nnx.Rngs(0), **COMMON)
     assert "slopes" not in nnx.state(layer, nnx.Param)

@@ -254,3 +254,21 @@ def sparing(forms: list[tuple[str, str]]) -> list[Any]:
         form if form[1] in ("chunked", "recurrent") else pytest.param(*form, marks=pytest.mark.slow)
         for form in forms
     ]
+
+
+# One mixer for each core's code.
+REPRESENTATIVES = ("ssd", "gla", "gated_delta_rule", "kda", "rwkv7", "selective_scan", "s4d")
+
+
+def brief(cases: list[Any]) -> list[Any]:
+    """Cases (mixer, form, ...) or mixers, all but `REPRESENTATIVES`' chunked forms slow."""
+
+    def represents(case: Any) -> bool:
+        name, impl = (case, "chunked") if isinstance(case, str) else case[:2]
+        return name in REPRESENTATIVES and impl == "chunked"
+
+    parameters = [(case,) if isinstance(case, str) else case for case in cases]
+    return [
+        pytest.param(*parameter, marks=() if represents(case) else pytest.mark.slow)
+        for case, parameter in zip(cases, parameters, strict=True)
+    ]

@@ -142,7 +142,9 @@ def delta_rule(arrays, state, segment_ids, scale=None):
     return gated_delta_rule(arrays, state, segment_ids, scale)
 
 
-def attention(q, k, v, segment_ids, *, causal=True, window=None, softcap=None, sinks=None):
+def attention(
+    q, k, v, segment_ids, *, causal=True, window=None, prefix=0, softcap=None, sinks=None
+):
     """Row by row softmax over the visible tokens of the same document."""
     batch, time, heads, width = q.shape
     out = np.zeros((batch, time, heads, v.shape[-1]))
@@ -153,7 +155,8 @@ def attention(q, k, v, segment_ids, *, causal=True, window=None, softcap=None, s
                 for place, t in enumerate(tokens):
                     seen = tokens[: place + 1] if causal else tokens
                     if window is not None:
-                        seen = seen[-window:]
+                        first = max(0, len(seen) - window)
+                        seen = np.concatenate([seen[: min(prefix, first)], seen[first:]])
                     logits = k[b, seen, kv] @ q[b, t, h] * width**-0.5
                     if softcap is not None:
                         logits = softcap * np.tanh(logits / softcap)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax attention and its cache against a row-by-row float64 derivation."""
 
+import importlib
 import itertools
 
 import jax
@@ -41,7 +42,8 @@ def attend(q, k, v, segment_ids=None, state=None, sinks=None, *, softcap=None, *
 
 
 run = quick_jit(
-    attend, static_argnames=("causal", "window", "impl", "chunk_size", "capacity", "softcap")
+    attend,
+    static_argnames=("causal", "window", "prefix", "impl", "chunk_size", "capacity", "softcap"),
 )
 
 
@@ -49,6 +51,7 @@ OPTIONS = {
     "causal": {},
     "bidirectional": {"causal": False},
     "window": {"window": 7},
+    "prefix": {"window": 5, "prefix": 3},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32)},
 }
@@ -66,7 +69,7 @@ def test_against_rows(option, impl, packed):
     assert relative_error(out, want) < FLOAT32_BAR
 
 
-@pytest.mark.parametrize("option", ["causal", "window", "sinks"])
+@pytest.mark.parametrize("option", ["causal", "window", "prefix", "sinks"])
 def test_gradients_of_chunks_equal_the_dense_ones(option):
     arrays = draw()
     segments = draw_segments(SHAPE)
@@ -88,8 +91,9 @@ def test_gradients_of_chunks_equal_the_dense_ones(option):
         assert all(relative_error(g, w) < FLOAT32_BAR for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("window", [None, 7, 64])
-def test_pieces_through_the_cache_equal_one_pass(window):
+# The last prefix is longer than the first pieces, so that the cache has to grow inside it.
+@pytest.mark.parametrize(("window", "prefix"), [(None, 0), (7, 0), (64, 0), (5, 3), (3, 12)])
+def test_pieces_through_the_cache_equal_one_pass(window, prefix):
     """Cuts inside a document, and one at which a document ends; padding in every piece."""
     arrays = draw()
     segments = np.array(draw_segments(SHAPE))
@@ -97,11 +101,11 @@ def test_pieces_through_the_cache_equal_one_pass(window):
     for cut in cuts[1:-1]:
         segments[:, cut - 1 : cut + 1] = np.maximum(segments[:, cut - 1 : cut], 1)
     segments = np.where(np.arange(45) >= 30, np.maximum(segments, segments[:, 29:30]), segments)
-    whole, final = run(*arrays, segments, window=window)
+    whole, final = run(*arrays, segments, window=window, prefix=prefix)
     state, outs = None, []
     for start, stop in itertools.pairwise(cuts):
         piece = [x[:, start:stop] for x in arrays]
-        out, state = run(*piece, segments[:, start:stop], state, window=window)
+        out, state = run(*piece, segments[:, start:stop], state, window=window, prefix=prefix)
         outs.append(out)
     assert relative_error(jnp.concatenate(outs, axis=1), whole) < FLOAT32_BAR
     np.testing.assert_array_equal(state.length, final.length)
@@ -141,32 +145,34 @@ def test_scale_and_sinks_hold_through_the_cache():
     assert relative_error(gradient, numeric) < FLOAT32_BAR
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_decode_past_the_window_with_constant_size(window):
+@pytest.mark.parametrize(("window", "prefix"), [(None, 0), (7, 0), (5, 3)])
+def test_decode_past_the_window_with_constant_size(window, prefix):
     arrays = draw()
-    whole, _ = run(*arrays, window=window)
-    state = mixers.init_kv_cache(2, 45, 2, SHAPE.key, SHAPE.value, jnp.float32, window)
+    whole, prefilled = run(*arrays, window=window, prefix=prefix)
+    state = mixers.init_kv_cache(2, 45, 2, SHAPE.key, SHAPE.value, jnp.float32, window, prefix)
     slots = state.key.shape[1]
-    assert slots == (45 if window is None else 7)
+    assert slots == (45 if window is None else window + prefix)
     outs = []
     for t in range(45):
         token = [x[:, t : t + 1] for x in arrays]
-        out, state = run(*token, None, state, window=window, capacity=slots)
+        out, state = run(*token, None, state, window=window, prefix=prefix, capacity=slots)
         assert state.key.shape[1] == slots
         outs.append(out)
     assert relative_error(jnp.concatenate(outs, axis=1), whole) < FLOAT32_BAR
+    jax.tree.map(np.testing.assert_array_equal, state, prefilled)
     np.testing.assert_array_equal(state.length, [45, 45])
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_new_document_empties_the_cache(window):
+@pytest.mark.parametrize(("window", "prefix"), [(None, 0), (7, 0), (5, 3)])
+def test_a_new_document_empties_the_cache(window, prefix):
     arrays = draw()
     one, two = np.full((2, 20), 1, np.int32), np.full((2, 25), 2, np.int32)
-    _, state = run(*(x[:, :20] for x in arrays), one, window=window)
+    limits = {"window": window, "prefix": prefix}
+    _, state = run(*(x[:, :20] for x in arrays), one, **limits)
     joined = np.concatenate([np.full((2, 5), 9, np.int32), two[:, :20]], axis=1)
     rest = [x[:, 20:] for x in arrays]
-    out, after = run(*rest, joined, state, window=window, capacity=45)
-    alone, fresh = run(*(x[:, 25:] for x in arrays), two[:, :20], window=window, capacity=45)
+    out, after = run(*rest, joined, state, **limits, capacity=45)
+    alone, fresh = run(*(x[:, 25:] for x in arrays), two[:, :20], **limits, capacity=45)
     assert relative_error(out[:, 5:], alone) < FLOAT32_BAR
     np.testing.assert_array_equal(after.length, fresh.length)
 
@@ -196,6 +202,9 @@ def test_a_document_that_outgrows_its_cache_is_never_silently_wrong():
     assert bool(jnp.all(jnp.isfinite(out)))
     out, _ = run(*arrays, window=7, capacity=44)
     assert bool(jnp.all(jnp.isfinite(out)))
+    for slots, enough in ((2, False), (3, False), (7, False), (8, True)):
+        out, _ = run(*arrays, window=5, prefix=3, capacity=slots)
+        assert bool(jnp.all(jnp.isfinite(out) == enough))
 
 
 def test_other_documents_change_nothing_bitwise():
@@ -216,6 +225,22 @@ def test_nan_in_padding_is_inert():
     out2, _ = run(*poisoned, segments)
     np.testing.assert_array_equal(out, out2)
     assert not np.any(np.asarray(out)[segments == 0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("option", ["causal", "window", "prefix"])
+def test_the_masks_that_cudnn_gets(option, packed, monkeypatch):
+    """Its form with XLA's kernel in its place."""
+    library = jax.nn.dot_product_attention
+    xla = lambda *a, implementation, **o: library(*a, implementation="xla", **o)  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", xla)
+    module = importlib.import_module("seqmix.mixers.attention")  # the package has its function
+    monkeypatch.setattr(module, "_cudnn_refusal", lambda *a: None)
+    arrays = draw(shape=Shape(time=45, key=8, value=8))  # it wants equal widths
+    segments = draw_segments(SHAPE) if packed else None
+    out, _ = attend(*arrays, segments, impl="cudnn", **OPTIONS[option])
+    want = dense.attention(*(x.astype(np.float64) for x in arrays), segments, **OPTIONS[option])
+    assert relative_error(out, want) < FLOAT32_BAR
 
 
 def test_bfloat16_and_annotations():
@@ -242,6 +267,8 @@ def test_memory_does_not_hold_all_pairs():
     [
         ({"window": 0}, "window must be an integer >= 1"),
         ({"window": 3, "causal": False}, "window needs causal=True"),
+        ({"prefix": 3}, "prefix needs a window, got prefix=3, window=None"),
+        ({"prefix": -1, "window": 3}, "prefix must be an integer >= 0, got -1"),
         ({"logit_softcap": 0.0}, "logit_softcap must be > 0"),
         ({"sinks": np.zeros(3, np.float32)}, r"sinks must have shape \[Hq\]"),
         ({"impl": "cudnn"}, "impl='cudnn' cannot run: the backend is 'cpu'"),

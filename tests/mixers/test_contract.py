@@ -18,6 +18,7 @@ from tests.mixers.cases import (
     FORMS,
     MIXERS,
     Shape,
+    brief,
     draw,
     draw_segments,
     draw_state,
@@ -93,7 +94,7 @@ def test_token_by_token_equals_one_pass(name):
     assert tree_error(state, final) < FLOAT32_BAR
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", brief(CORES))
 @pytest.mark.parametrize("boundary", [50, *slow(64)])
 def test_packed_documents_equal_separate_ones(name, boundary):
     """Boundary on a chunk's edge and inside a chunk; outputs and gradients, batch of two rows."""
@@ -273,7 +274,7 @@ def test_dtypes_and_annotations(name, dtype):
     assert bool(jnp.all(jnp.isfinite(out)))
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", brief(CORES))
 def test_every_optional_argument_differentiates(name):
     shape = Shape(batch=1, time=20)
     arrays = float32_case(name, shape)

@@ -20,6 +20,7 @@ def _nsa(q, k, v, **options):
 MIXERS = {
     "attention": mixers.attention,
     "window": lambda *a, **o: mixers.attention(*a, window=9, **o),
+    "prefix": lambda *a, **o: mixers.attention(*a, window=2, prefix=5, **o),
     "forgetting": lambda q, k, v, **o: mixers.forgetting_attention(
         q, k, v, jnp.zeros(q.shape[:3]), **o
     ),
@@ -34,7 +35,7 @@ MIXERS = {
 }
 
 
-FAST = ("window", "latent", "dsa")
+FAST = ("window", "prefix", "latent", "dsa")
 
 
 @pytest.mark.parametrize(

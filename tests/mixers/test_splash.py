@@ -138,6 +138,7 @@ def test_declines_with_a_reason():
         ((q, k, v, False, None, None), "causal=False"),
         ((q, k, v, True, jnp.zeros(4), None), "sinks"),
         ((q, k, v, True, None, state), "initial_state"),
+        ((q, k, v, True, None, None, 3), "prefix is set"),
         ((q, k, wide, True, None, None), "widths of k and v must be <= 256, got 128 and 512"),
     ):
         assert reason in _splash._unsupported(*arguments)

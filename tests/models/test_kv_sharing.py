@@ -124,6 +124,9 @@ def test_gin_names_the_pair():
         (None, {}, {"rotary_base": 5.0}, "rotary_base must be that of the sharing layer below"),
         (None, {}, {"rotary_scaling": LinearScaling(2.0)}, "rotary_scaling must be that of"),
         (None, {}, {"window": None}, "window must be at most the sharing layer's = 6, got None"),
+        (None, {}, {"prefix": 2}, "prefix must be at most the sharing layer's = 0, got 2"),
+        (None, {}, {"value_width": 8}, "value_width must be that of the sharing layer below, 6"),
+        (None, {}, {"key_multiplier": 0.5}, "key_multiplier must be that of the sharing layer"),
         (
             "attention, other/attention",
             {},

@@ -40,7 +40,9 @@ def tiny_model(**changes: Any) -> HybridLMConfig:
     return HybridLMConfig(**{**settings, **changes})
 
 
-def tiny_experiment(corpus: Path, model: dict[str, Any] | None = None, **trainer) -> Experiment:
+def tiny_experiment(
+    corpus: Path, model: dict[str, Any] | None = None, meta_tokens: int = 0, **trainer
+) -> Experiment:
     """Two layers of width 16 on rows of 16 bytes."""
     settings = {
         "steps": 50,
@@ -53,7 +55,9 @@ def tiny_experiment(corpus: Path, model: dict[str, Any] | None = None, **trainer
     files = [TextCorpus(files=(f"{corpus}/[0-5].txt",), validation_files=(f"{corpus}/[67].txt",))]
     return Experiment(
         model=tiny_model(**(model or {})),
-        data=DataConfig(corpora=files, sequence_length=16, packing="first_fit"),
+        data=DataConfig(
+            corpora=files, sequence_length=16, packing="first_fit", meta_tokens=meta_tokens
+        ),
         optimizer=AdamWConfig(learning_rate=1e-2),
         schedule=WarmupCosineConfig(warmup=5),
         trainer=TrainerConfig(**{**settings, **trainer}),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from seqmix.training import MuonConfig
+from seqmix.training.evaluation import validation_data
 from seqmix.training.program import build_program
 from seqmix.training.step import (
     EVAL_SUMS,
@@ -53,6 +54,36 @@ def test_which_labels_count():
     segments = jnp.array([[1, 1, 2, 2, 2, 0, 0], [0, 1, 1, 0, 2, 2, 3]])
     wanted = [[1, 0, 1, 1, 0, 0], [0, 1, 0, 0, 1, 0]]
     assert label_weights(segments).tolist() == wanted
+    tokens = jnp.array([[9, 8, 7, 8, 9, 7, 0], [0, 5, 9, 0, 8, 6, 1]])
+    # 8 and 9 are meta tokens: no labels, but inputs.
+    wanted = [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0]]
+    assert label_weights(segments, tokens, range(8, 10)).tolist() == wanted
+
+
+def test_meta_tokens_are_read_and_never_predicted(corpus):
+    experiment = tiny_experiment(corpus, {"meta_tokens": 2, "vocabulary": 259}, meta_tokens=2)
+    meta = build_program(experiment, LENGTHS)
+    state, batch = meta.initialise(), make_batch()
+    for segment in (1, 2):
+        for position in (0, 1):
+            where = (batch["segment_ids"] == segment) & (batch["positions"] == position)
+            batch["tokens"][where] = 259 + position
+    sums = meta.eval_step(state.params, state.variables, meta.put(batch))
+    result = summarise(np.asarray(sums), z_loss=0.0)
+    model = meta.definition.merge(state.params, state.variables)
+    inputs = {name: jnp.asarray(value[:, :-1]) for name, value in batch.items()}
+    logits = jax.jit(lambda m, i: m(i["tokens"], i["segment_ids"], i["positions"]))(model, inputs)
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    counted = [
+        (row, t)
+        for row, t in np.ndindex(4, 16)
+        if batch["segment_ids"][row, t + 1] and batch["positions"][row, t + 1] >= 2
+    ]
+    nll = -np.mean([log_p[row, t, batch["tokens"][row, t + 1]] for row, t in counted])
+    assert result["loss"] == pytest.approx(nll, rel=1e-5)
+    assert result["tokens"] == result["bytes"] == len(counted)
+    # Data of a run has the ids of its model.
+    assert validation_data(experiment).meta_ids == range(259, 261) == model.config.meta_ids
 
 
 def test_accumulated_gradient_is_the_big_batch_gradient(program):
@@ -143,6 +174,8 @@ def test_settings_that_do_not_go_together(experiment):
         ValueError, match="HybridLM.vocabulary must be at least the tokenizer's 300"
     ):
         build_program(experiment, np.ones(300, np.int32))
+    with pytest.raises(ValueError, match=r"HybridLM.meta_tokens and Data.meta_tokens .* 2 and 0"):
+        dataclasses.replace(experiment, model=tiny_model(meta_tokens=2))
 
 
 def test_muon_trains_the_real_model(corpus):

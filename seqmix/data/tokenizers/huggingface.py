@@ -34,6 +34,9 @@ _SPACE_MARK = "\u2581"
 class HuggingFaceTokenizer:
     """A tokenizer of the `tokenizers` library.
 
+    Attributes beside those of `Tokenizer`:
+      end_token: the text of the end-of-document token.
+
     Special tokens are never read out of text (a document that spells `<|endoftext|>` keeps it as
     text), no beginning or ending tokens are added, and truncation and padding settings of the
     file are switched off: a document's ids are its text and nothing else.
@@ -62,7 +65,7 @@ class HuggingFaceTokenizer:
         if found is None:
             raise DataError(f"{name}: the vocabulary has no token {end_of_document!r}")
         self.end_of_document: int = found
-        self._end_token = end_of_document
+        self.end_token = end_of_document
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary_size = max(self._vocabulary.values()) + 1
         self._settings = json.loads(self._tokenizer.to_str())
@@ -137,7 +140,7 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes `tokenizer.json` and the settings file into the folder, created if missing."""
-        path = write_config(folder, {"kind": "huggingface", "end_of_document": self._end_token})
+        path = write_config(folder, {"kind": "huggingface", "end_of_document": self.end_token})
         (path / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
 
     @classmethod

@@ -300,7 +300,7 @@ def test_initial_time_steps_follow_the_settings():
         (lambda: MambaConfig(heads=2, inner_norms=True), "inner_norms needs Mamba.heads = 1"),
         (
             lambda: MambaConfig(heads=3).sizes(16),
-            r"expand \* width must be a multiple of heads = 3",
+            r"multiple of heads = 3, got 32",
         ),
         (lambda: Mamba2Config().sizes(40), r"expand \* width must be a multiple of head_width"),
         (lambda: Mamba2Config(groups=3).sizes(64), r"heads .* multiple of groups = 3, got 2"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `seqmix train | eval | generate | inspect`."""
+"""The command line: `seqmix train | eval | generate | inspect | import | export`."""
 
 from seqmix.cli.app import main
 

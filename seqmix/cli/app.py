@@ -2,6 +2,7 @@
 """Runs a command line and turns foreseen errors into one line and an exit code."""
 
 import importlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -66,7 +67,8 @@ def _run(arguments: Arguments) -> None:
     # Grain and Orbax read flags of their own from absl, which asks for a parse before.
     flags.FLAGS.mark_as_parsed()
     commands = importlib.import_module("seqmix.cli.commands")
-    getattr(commands, arguments.command.name)(arguments)
+    name = arguments.command.name
+    getattr(commands, f"{name}_" if keyword.iskeyword(name) else name)(arguments)
 
 
 def _foreseen(error: Exception) -> bool:

@@ -126,6 +126,26 @@ def _define_inspect(values: flags.FlagValues) -> None:
     flags.DEFINE_string("out", None, text, flag_values=values)
 
 
+def _define_import(values: flags.FlagValues) -> None:
+    named = {"flag_values": values}
+    text = "Folder in the layout of Hugging Face transformers, with safetensors; required."
+    flags.DEFINE_string("hf", None, text, **named)
+    flags.DEFINE_string("out", None, "Run folder to make; required.", **named)
+    text = "dtype of parameters and computing; default bfloat16 where the checkpoint is."
+    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], text, **named)
+    text = "A tokenizer.json, or bytes for a model of bytes; default the one in the folder."
+    flags.DEFINE_string("tokenizer", None, text, **named)
+
+
+def _define_export(values: flags.FlagValues) -> None:
+    _run_dir(values, "Folder of the run; required.")
+    _step(values)
+    text = "Folder to write, for Hugging Face transformers; required."
+    flags.DEFINE_string("hf", None, text, flag_values=values)
+    text = "model_type to write; default that of an imported run, or the first that fits."
+    flags.DEFINE_string("family", None, text, flag_values=values)
+
+
 COMMANDS = {
     command.name: command
     for command in (
@@ -153,6 +173,20 @@ COMMANDS = {
             "Show layers, parameters, FLOPs per token and cache bytes against context length.",
             "inspect --gin_file=configs/demo.gin",
             _define_inspect,
+        ),
+        Command(
+            "import",
+            "Make a run folder of a Hugging Face checkpoint.",
+            "import --hf=checkpoints/jamba --out=runs/jamba",
+            _define_import,
+            takes_gin=False,
+        ),
+        Command(
+            "export",
+            "Write a run's checkpoint for Hugging Face transformers.",
+            "export --run_dir=runs/jamba --hf=checkpoints/jamba-tuned",
+            _define_export,
+            takes_gin=False,
         ),
     )
 }

@@ -12,6 +12,7 @@ from rich.console import Console
 from seqmix import config, inference, models, training
 from seqmix.cli.arguments import Arguments, UsageError
 from seqmix.config.errors import suggestion
+from seqmix.interop import hf
 from seqmix.training import Experiment
 
 RUNS = Path("runs")
@@ -97,6 +98,30 @@ def inspect(arguments: Arguments) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     report.plot(out)
     print(f"plot: {out}")
+
+
+def import_(arguments: Arguments) -> None:
+    """Makes a run folder of a Hugging Face checkpoint."""
+    source, out = _required(arguments, "hf"), _required(arguments, "out")
+    experiment = hf.import_run(source, out, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
+    model = experiment.model
+    print(f"{model.layers} layers, width {model.width}, {model.param_dtype}: saved in {out}")
+    print(f'  seqmix generate --run_dir={out} --prompt="..."')
+
+
+def export(arguments: Arguments) -> None:
+    """Writes a run's checkpoint for Hugging Face transformers."""
+    folder = _required_run_dir(arguments, "--run_dir")
+    target = _required(arguments, "hf")
+    hf.export_run(folder, target, family=arguments.family, step=arguments.step)
+    print(f"{folder} is saved in {target}")
+
+
+def _required(arguments: Arguments, flag: str) -> str:
+    value = arguments.values[flag]
+    if not value:
+        raise UsageError(f"{arguments.command.name} needs --{flag}")
+    return value
 
 
 def default_run_dir(gin_files: Sequence[str], overrides: Sequence[str]) -> Path:

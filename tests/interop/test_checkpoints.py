@@ -44,7 +44,9 @@ def test_unrolled_and_scanned_models_agree(case):
     wanted = expected(case)
     scanned, unrolled = (hf.load(case, dtype=jnp.float32, scan=scan) for scan in (True, False))
     for path, (one, other) in parameters(scanned, unrolled).items():
-        np.testing.assert_array_equal(one, other, err_msg=str(path))
+        # Slopes are computed, not read, and may differ by the rounding of another program.
+        tolerance = 1e-6 if path[-1] == "slopes" else 0
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=0, err_msg=str(path))
     logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(unrolled, wanted.tokens))
     assert np.abs(logits - wanted.logits).max() < 1e-4 * np.abs(wanted.logits).max()
 

@@ -120,6 +120,15 @@ def test_an_index_must_name_files_of_the_folder(folder):
         ({"rope_parameters": 3}, "rope_parameters = 3: an object is expected"),
         ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
         ({"vocab_size": None}, "config.json of the family llama lacks 'vocab_size'"),
+        ({"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' is not"),
+        ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, "positions of their own for full"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta must be positive and finite"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "fast"}},
+            'beta_fast = "fast": a number is expected',
+        ),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000, more than the"),
     ],
 )
 def test_settings_that_are_not_supported_are_named(folder, values, message):
@@ -163,9 +172,26 @@ def test_tensors_of_other_dtypes_are_named(folder):
     refused(folder, "tensors of dtype I16, which is not supported (F32, BF16, F16 are)")
 
 
-def test_a_folder_with_a_model_is_not_written_over(folder):
+def test_settings_nested_without_end_are_no_json(folder):
+    (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
+    refused(folder, "no JSON")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "half a float", 3])
+def test_models_are_float32_or_bfloat16(folder, dtype):
+    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, got"):
+        hf.load(folder, dtype=dtype)
+
+
+def test_a_folder_with_a_model_is_not_written_over(folder, tmp_path):
+    model = hf.load(folder)
     with pytest.raises(ValueError, match="holds a model already"):
-        hf.save(hf.load(folder), folder)
+        hf.save(model, folder)
+    with pytest.raises(ValueError, match="shard_bytes must be positive, got 0"):
+        hf.save(model, tmp_path / "new", shard_bytes=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is no folder"):
+        hf.save(model, tmp_path / "file")
 
 
 def model_of(**fields):

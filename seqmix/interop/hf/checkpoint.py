@@ -169,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a JSON object is expected")

@@ -47,6 +47,13 @@ def load(folder: FilePath | str, *, dtype: Any = None, scan: bool = True) -> Hyb
     """
     checkpoint = Checkpoint(folder)
     family = family_of(checkpoint.config)
+    layers = checkpoint.config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(checkpoint.entries):
+        # Each has tensors of its own; without this check a huge number would be laid out first.
+        raise ValueError(
+            f"{checkpoint.folder}: config.json: num_hidden_layers = {layers}, more than the "
+            f"{len(checkpoint.entries)} tensors of the files"
+        )
     config = dataclasses.replace(
         read_config(checkpoint.config), scan=scan, **dtypes(checkpoint, dtype)
     )
@@ -85,15 +92,16 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """
     name = values.get("model_type")
     known = families.families()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(
             f"config.json: model_type = {name!r} is not supported; supported: {', '.join(known)}"
         )
     family = known[name]
     architectures = values.get("architectures") or family.architectures
-    if not set(architectures) & set(family.architectures):
+    listed = isinstance(architectures, list | tuple)
+    if not listed or not any(one in family.architectures for one in architectures):
         raise ValueError(
-            f"config.json: architectures = {list(architectures)} is not supported for the family "
+            f"config.json: architectures = {architectures!r} is not supported for the family "
             f"{name}; supported: {', '.join(family.architectures)}"
         )
     return family
@@ -123,7 +131,10 @@ def dtypes(checkpoint: Checkpoint, dtype: Any) -> dict[str, str]:
         for _, entry in checkpoint.entries.values():
             sizes[entry.dtype] += entry.size
         dtype = "bfloat16" if sizes.most_common(1)[0][0] == "BF16" else "float32"
-    name = jnp.dtype(dtype).name
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, got {name}")
     return {"dtype": name, "param_dtype": name}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions of published configs: `rope_parameters`, and the older keys for the same."""
 
+import math
 from typing import Any
 
 from seqmix.interop.hf.keys import Keys
@@ -40,9 +41,14 @@ def read_rope(
     if not isinstance(values, dict):
         raise keys.unsupported(name, "an object is expected")
     inner = Keys({k: v for k, v in values.items() if v is not None}, keys.family)
+    if nested := [key for key, value in inner.values.items() if isinstance(value, dict)]:
+        raise keys.unsupported(name, f"positions of their own for {nested[0]} are not supported")
     kind = inner.raw("rope_type", inner.raw("type", "default"))
     base = inner.number("rope_theta", base)
     fraction = inner.number("partial_rotary_factor", fraction)
+    if not 0 < base < math.inf:
+        key = name if inner.has("rope_theta") else "rope_theta"
+        raise keys.unsupported(key, "rope_theta must be positive and finite")
     rotated = head_width * fraction
     if rotated != int(rotated) or int(rotated) % 2:
         raise keys.unsupported(
@@ -75,11 +81,11 @@ def _scaling(keys: Keys, inner: Keys, name: str, kind: Any) -> RotaryScaling | N
             high_freq_factor=inner.number("high_freq_factor"),
         )
     factor = inner.number("factor", None if longest is None else longest / trained)
-    given = {key: inner.raw(key) for key in _YARN if inner.has(key)}
+    readers = {"truncate": inner.flag}
+    given = {key: readers.get(key, inner.number)(key) for key in _YARN if inner.has(key)}
     # A zero stands for none of the magnitudes; those of the ramp fall back to their defaults.
     given = {key: value for key, value in given.items() if value or key == "truncate"}
-    numbers = {k: v if k == "truncate" else float(v) for k, v in given.items()}
-    return YarnScaling(factor=factor, original_max_position_embeddings=trained, **numbers)
+    return YarnScaling(factor=factor, original_max_position_embeddings=trained, **given)
 
 
 def write_rope(attention: AttentionConfig) -> dict[str, Any]:

@@ -53,6 +53,10 @@ def save(
         that do not fit.
     """
     folder = FilePath(folder)
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be positive, got {shard_bytes}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
     origin = getattr(model, "origin", None) if origin is None else origin
     values, config, chosen = _describe(model.config, family, origin)
     if origin is None or values is not origin.config:

@@ -56,7 +56,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             entries = {name: _entry(value, 8 + length) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: no safetensors file: its header: {error}") from None
     for name, entry in entries.items():
         if entry.start + entry.size > size:
@@ -73,6 +73,8 @@ def _entry(value: Mapping[str, Any], offset: int) -> Entry:
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)) or end < start:
         raise ValueError(f"shape {shape} and offsets {start}, {end} are not natural numbers")
     dtype = value["dtype"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"dtype {dtype!r} is no name")
     expected = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - start
     if end - start != expected:
         raise ValueError(f"{end - start} bytes for {dtype} of shape {shape}")

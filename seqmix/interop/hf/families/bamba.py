@@ -77,7 +77,7 @@ def _from_config(config: HybridLMConfig) -> dict[str, Any]:
     attention = [i for i, mixer in enumerate(mixers) if isinstance(mixer, AttentionConfig)]
     mamba2 = [mixer for mixer in mixers if isinstance(mixer, Mamba2Config)]
     if len(attention) + len(mamba2) < len(mixers) or not mamba2:
-        raise ValueError("every layer must be Mamba-2 or attention")
+        raise ValueError("every layer must be Mamba-2, at least one, or attention")
     if not isinstance(part, FeedForwardConfig):
         raise ValueError("every layer must have a dense feed-forward part")
     mixer = mamba2[0]

@@ -93,7 +93,9 @@ def _from_config(config: HybridLMConfig) -> dict[str, Any]:
     mamba = [i for i, mixer in enumerate(mixers) if isinstance(mixer, MambaConfig)]
     experts = [i for i, part in enumerate(parts) if isinstance(part, MoEConfig)]
     if len(attention) + len(mamba) < len(mixers) or not mamba or None in parts:
-        raise ValueError("every layer must be Mamba or attention, with a feed-forward part")
+        raise ValueError(
+            "every layer must be Mamba, at least one, or attention, with a feed-forward part"
+        )
     mixer, part = mixers[mamba[0]], parts[0]
     inner, rank = mixer.sizes(config.width)
     values: dict[str, Any] = {

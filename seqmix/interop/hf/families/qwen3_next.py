@@ -93,6 +93,7 @@ def _from_config(config: HybridLMConfig) -> dict[str, Any]:
         "mlp_only_layers": [i for i, has in enumerate(sparse) if not has],
         "decoder_sparse_step": 1,
         "num_attention_heads": 1,
+        "num_key_value_heads": 1,
         "num_experts": 0,
     }
     if (mixer := parts.pick(config, GatedDeltaNetConfig)) is not None:

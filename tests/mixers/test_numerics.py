@@ -11,7 +11,7 @@ import pytest
 
 from seqmix import mixers
 from seqmix.mixers import _numerics
-from tests.mixers.cases import CORES, MIXERS, Shape, brief, draw, representable
+from tests.mixers.cases import CORES, MIXERS, Shape, draw, representable, slow
 from tests.mixers.parity import (
     EXTREME_BAR,
     FLOAT32_BAR,
@@ -199,7 +199,11 @@ def _is_shape(tree):
     return isinstance(tree, tuple) and all(isinstance(n, int) for n in tree)
 
 
-@pytest.mark.parametrize("name", brief(CORES))
+# The smallest programs of three kinds of state; the others are slow to compile.
+_SMALLEST = ("ssd", "selective_scan", "s4d")
+
+
+@pytest.mark.parametrize("name", [*_SMALLEST, *slow(*(n for n in CORES if n not in _SMALLEST))])
 def test_memory_is_linear_and_the_program_does_not_grow(name):
     """Forward and backward hold at most twice their inputs and outputs and a state a chunk."""
     short, temp_short, _ = _compiled_gradient(name, 4096)

@@ -89,7 +89,7 @@ def test_scanned_is_unrolled(short):
     tree_close(converted, dict(nnx.to_flat_state(unrolled_gradient)))
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "full"])
 def test_rematerialisation_changes_no_gradient(short, remat):
     model, (_, expected) = short
     other = Model(dataclasses.replace(SHORT, remat=remat))
@@ -162,6 +162,7 @@ def test_residual_branches_start_scaled_by_depth():
         assert float(linear.kernel[...].std()) == pytest.approx((16 * inputs) ** -0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_over_float32_parameters():
     settings = config(dtype="bfloat16")
     model, exact = Model(settings), Model(config())

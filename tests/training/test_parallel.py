@@ -112,6 +112,7 @@ print("DONE")
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one_and_checkpoints_move_between_meshes(corpus, tmp_path):
     process = spawn(EIGHT, corpus, tmp_path, XLA_FLAGS=DEVICES + "8")
     out, error = process.communicate(timeout=400)

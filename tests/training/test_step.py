@@ -178,6 +178,7 @@ def test_settings_that_do_not_go_together(experiment):
         dataclasses.replace(experiment, model=tiny_model(meta_tokens=2))
 
 
+@pytest.mark.slow
 def test_muon_trains_the_real_model(corpus):
     attention = tiny_model().mixers["attention"]
     stacked = {"pattern": "attention", "mixers": {"attention": attention}, "scan": True}

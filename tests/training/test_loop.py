@@ -220,6 +220,15 @@ def test_too_many_nonfinite_steps_stop_the_run(corpus, tmp_path, monkeypatch):
     assert max(losses(tmp_path)) == 14
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, also where the suite runs in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_signals_ask_once():
     before = signal.getsignal(signal.SIGINT)
     with catch_signals() as stop:

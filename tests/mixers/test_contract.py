@@ -23,11 +23,9 @@ from tests.mixers.cases import (
     draw_segments,
     draw_state,
     slow,
-    sparing,
 )
 from tests.mixers.parity import FLOAT32_BAR, cast, quick_jit, relative_error, tree_error
 
-DECODE_FORMS = sparing([*FORMS, *((name, "recurrent") for name in CORES)])
 # Transformations act on a form as a whole: one form of each core, the rest in the slow suite.
 TRANSFORMED = [
     *((name, "chunked") for name in CORES),
@@ -62,7 +60,7 @@ def part(name, arrays, rows=slice(None), tokens=slice(None)):
     return {n: a[rows, tokens] if MIXERS[name].per_token(n, a) else a for n, a in arrays.items()}
 
 
-@pytest.mark.parametrize(("name", "impl"), DECODE_FORMS)
+@pytest.mark.parametrize(("name", "impl"), TRANSFORMED)
 def test_split_anywhere_carries_the_state(name, impl):
     shape = Shape(time=70)
     arrays = float32_case(name, shape)
@@ -140,7 +138,7 @@ def test_other_documents_change_nothing_bitwise(name, impl):
     assert not np.array_equal(out[:, :41], out2[:, :41])
 
 
-@pytest.mark.parametrize(("name", "impl"), DECODE_FORMS)
+@pytest.mark.parametrize(("name", "impl"), TRANSFORMED)
 def test_padding_is_inert_wherever_it_stands(name, impl):
     """Padding full of NaN inside a row changes neither outputs nor state, and its output is 0."""
     shape = Shape(batch=1, time=40)

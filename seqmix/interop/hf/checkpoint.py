@@ -6,7 +6,7 @@ Nothing in it is executed: weights in pickles are refused, and code that a confi
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ COMPANIONS = (
     "generation_config.json",
 )
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_SHOWN = 8
 _OTHERS = (".h5", ".msgpack", ".gguf")
 
 
@@ -58,14 +59,14 @@ class Checkpoint:
             found = tensor_file.read_header(file)
             lacking = sorted(set(found) ^ set(found if listed is None else listed))
             if lacking:
-                raise ValueError(f"{file}: the index lists other tensors for it: {_some(lacking)}")
+                raise ValueError(f"{file}: the index lists other tensors for it: {some(lacking)}")
             self.entries |= {name: (file, entry) for name, entry in found.items()}
         strange = [n for n, (_, e) in self.entries.items() if e.dtype not in tensor_file.DTYPES]
         if strange:
             kinds = sorted({self.entries[name][1].dtype for name in strange})
             raise ValueError(
                 f"{self.folder}: tensors of dtype {', '.join(kinds)}, which is not supported "
-                f"({', '.join(tensor_file.DTYPES)} are): {_some(strange)}"
+                f"({', '.join(tensor_file.DTYPES)} are): {some(strange)}"
             )
 
     def _files(self) -> dict[Path, list[str] | None]:
@@ -96,11 +97,11 @@ class Checkpoint:
         names = sorted(path.name for path in self.folder.iterdir())
         if found := [name for name in names if name.endswith(_PICKLES)]:
             return (
-                f"{text}, only {_some(found)}: a pickle can run code when it is opened, and is "
+                f"{text}, only {some(found)}: a pickle can run code when it is opened, and is "
                 "never read; convert it to safetensors where you trust it"
             )
         if found := [name for name in names if name.endswith(_OTHERS)]:
-            return f"{text}; {_some(found)} is another format"
+            return f"{text}; {some(found)} is another format"
         return text
 
     def read(self, name: str) -> np.ndarray:
@@ -181,6 +182,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _some(names: list[str], shown: int = 8) -> str:
-    text = ", ".join(names[:shown])
-    return text if len(names) <= shown else f"{text} and {len(names) - shown} more"
+def some(names: Sequence[str], separator: str = ", ") -> str:
+    """Some of the names, and how many more there are."""
+    text = separator.join(names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"

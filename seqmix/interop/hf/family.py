@@ -44,7 +44,7 @@ class Family:
     architectures: tuple[str, ...]
     to_config: Callable[[Keys], HybridLMConfig]
     from_config: Callable[[HybridLMConfig], dict[str, Any]]
-    rules: Callable[[HybridLMConfig], list[Rule]]
+    rules: Callable[[HybridLMConfig], list[Rule]] | None = None
     inert: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     variants: Callable[[HybridLMConfig, Shapes], list[Rule]] | None = None

@@ -13,15 +13,13 @@ import numpy as np
 from flax import nnx
 
 from seqmix.interop.hf import families
-from seqmix.interop.hf.checkpoint import Checkpoint
+from seqmix.interop.hf.checkpoint import Checkpoint, some
 from seqmix.interop.hf.family import Constants, Family
 from seqmix.interop.hf.keys import Keys
 from seqmix.interop.hf.origin import Origin
 from seqmix.interop.hf.placement import Slots, abstract_state, parameter_shape, placement
 from seqmix.interop.hf.rules import Rule, tensor_shapes
 from seqmix.models import HybridLM, HybridLMConfig
-
-_SHOWN = 8
 
 
 def load(folder: FilePath | str, *, dtype: Any = None, scan: bool = True) -> HybridLM:
@@ -239,9 +237,3 @@ def _check_copies(checkpoint: Checkpoint, rule: Rule, array: np.ndarray) -> None
                 f"{checkpoint.folder}: {name} differs from {rule.names[0]}, to which config.json "
                 "ties it"
             )
-
-
-def some(names: Sequence[str], separator: str = ", ") -> str:
-    """Some of the names, and how many more there are."""
-    text = separator.join(names[:_SHOWN])
-    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"

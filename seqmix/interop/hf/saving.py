@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 
 from seqmix.interop.hf import families
-from seqmix.interop.hf.checkpoint import CONFIG_FILE, write_json, write_tensors
+from seqmix.interop.hf.checkpoint import CONFIG_FILE, some, write_json, write_tensors
 from seqmix.interop.hf.family import Constants, Family
 from seqmix.interop.hf.layout import differences
-from seqmix.interop.hf.loading import family_of, read_config, some
+from seqmix.interop.hf.loading import family_of, read_config
 from seqmix.interop.hf.origin import Origin
 from seqmix.interop.hf.placement import parameter_shape, placement
 from seqmix.interop.hf.rules import Path, Rule, tensor_shapes

@@ -4,7 +4,7 @@
 from typing import Any
 
 from seqmix.interop.hf.keys import Keys
-from seqmix.interop.hf.rules import Path, Rule, experts, fused_experts, kernel, linear, plain
+from seqmix.interop.hf.rules import Path, Rule, block, experts, fused_experts, kernel, linear, plain
 from seqmix.layers import AttentionConfig
 from seqmix.models import FeedForwardConfig, HybridLMConfig, MoEConfig
 
@@ -40,6 +40,20 @@ def ends(
     copies = (head,) if config.tied else ()
     rules = [plain(("embedding",), embedding, copies=copies), plain(("norm", "scale"), norm)]
     return rules if config.tied else [*rules, kernel(("head",), head)]
+
+
+def pre_norms(
+    index: int,
+    name: str,
+    *,
+    mixer: str = "input_layernorm",
+    feed_forward: str = "post_attention_layernorm",
+) -> list[Rule]:
+    """The norms before both parts of a layer, RMS without bias."""
+    return [
+        plain(block(index, "mixer_norm", "scale"), f"{name}.{mixer}.weight"),
+        plain(block(index, "feed_forward_norm", "scale"), f"{name}.{feed_forward}.weight"),
+    ]
 
 
 def attention(path: Path, name: str, config: AttentionConfig, output: str = "o_proj") -> list[Rule]:

@@ -126,11 +126,7 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
         name, path = f"model.layers.{index}", block(index, "mixer")
         mixer, part = config.mixer(element), config.feed_forward_of(element)
         rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"),
-            plain(
-                block(index, "feed_forward_norm", "scale"),
-                f"{name}.post_attention_layernorm.weight",
-            ),
+            *common.pre_norms(index, name),
             *latent.rules(path, f"{name}.self_attn", mixer.attention, config.width),
             *_indexer((*path, "indexer"), f"{name}.self_attn.indexer"),
         ]

@@ -8,7 +8,7 @@ from seqmix.interop.hf.family import Family
 from seqmix.interop.hf.keys import Keys, real
 from seqmix.interop.hf.layout import layout
 from seqmix.interop.hf.rope import write_rope
-from seqmix.interop.hf.rules import Rule, block, plain
+from seqmix.interop.hf.rules import Rule, block
 from seqmix.layers import AttentionConfig, Mamba2Config, ParallelHeadsConfig
 from seqmix.models import FeedForwardConfig, HybridLMConfig
 
@@ -145,8 +145,7 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
         name, path = f"model.layers.{index}", block(index, "mixer")
         mixer, part = config.mixer(element), config.feed_forward_of(element)
         rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"),
-            plain(block(index, "feed_forward_norm", "scale"), f"{name}.pre_ff_layernorm.weight"),
+            *common.pre_norms(index, name, feed_forward="pre_ff_layernorm"),
             *common.attention((*path, "attention"), f"{name}.self_attn", mixer.attention),
             *ssm.mamba2((*path, "ssm"), f"{name}.mamba", mixer.ssm, config.width),
             *common.feed_forward(block(index, "feed_forward"), f"{name}.feed_forward", part),

@@ -8,7 +8,7 @@ from seqmix.interop.hf.families import common, ssm
 from seqmix.interop.hf.family import Family
 from seqmix.interop.hf.keys import Keys
 from seqmix.interop.hf.layout import layout
-from seqmix.interop.hf.rules import Rule, block, kernel, plain
+from seqmix.interop.hf.rules import Rule, block, kernel
 from seqmix.layers import AttentionConfig, MambaConfig
 from seqmix.models import FeedForwardConfig, HybridLMConfig, MoEConfig
 
@@ -127,9 +127,7 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
     rules = common.ends(config, norm="model.final_layernorm.weight")
     for index, element in enumerate(config.plan().elements):
         name, mixer = f"model.layers.{index}", config.mixer(element)
-        rules.append(plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"))
-        scale = block(index, "feed_forward_norm", "scale")
-        rules.append(plain(scale, f"{name}.pre_ff_layernorm.weight"))
+        rules += common.pre_norms(index, name, feed_forward="pre_ff_layernorm")
         path = block(index, "mixer")
         if isinstance(mixer, MambaConfig):
             rules += ssm.mamba(path, f"{name}.mamba", mixer, config.width)

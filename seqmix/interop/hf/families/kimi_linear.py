@@ -165,13 +165,7 @@ def _variants(config: HybridLMConfig, held: Mapping[str, tuple[int, ...]]) -> li
     rules = common.ends(config)
     for index, element in enumerate(config.plan().elements):
         name, path = f"model.layers.{index}", block(index, "mixer")
-        rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"),
-            plain(
-                block(index, "feed_forward_norm", "scale"),
-                f"{name}.post_attention_layernorm.weight",
-            ),
-        ]
+        rules += common.pre_norms(index, name)
         mixer, part = config.mixer(element), config.feed_forward_of(element)
         mix = _kda if isinstance(mixer, KDAConfig) else latent.rules
         rules += mix(path, f"{name}.self_attn", mixer, config.width)
@@ -187,16 +181,11 @@ def _variants(config: HybridLMConfig, held: Mapping[str, tuple[int, ...]]) -> li
     return rules
 
 
-def _rules(config: HybridLMConfig) -> list[Rule]:
-    return _variants(config, {})
-
-
 FAMILY = Family(
     name="kimi_linear",
     architectures=("KimiLinearForCausalLM",),
     to_config=_to_config,
     from_config=_from_config,
-    rules=_rules,
     variants=_variants,
     inert=(
         "head_dim",

@@ -8,7 +8,7 @@ from seqmix.interop.hf.family import Family
 from seqmix.interop.hf.keys import Keys
 from seqmix.interop.hf.layout import layout
 from seqmix.interop.hf.rope import write_rope
-from seqmix.interop.hf.rules import Rule, block, plain
+from seqmix.interop.hf.rules import Rule, block
 from seqmix.layers import AttentionConfig
 from seqmix.models import FeedForwardConfig, HybridLMConfig
 
@@ -64,11 +64,7 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
     for index, element in enumerate(config.plan().elements):
         name = f"model.layers.{index}"
         rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"),
-            plain(
-                block(index, "feed_forward_norm", "scale"),
-                f"{name}.post_attention_layernorm.weight",
-            ),
+            *common.pre_norms(index, name),
             *common.attention(block(index, "mixer"), f"{name}.self_attn", config.mixer(element)),
             *common.feed_forward(
                 block(index, "feed_forward"), f"{name}.mlp", config.feed_forward_of(element)

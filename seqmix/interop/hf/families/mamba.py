@@ -3,11 +3,11 @@
 
 from typing import Any
 
-from seqmix.interop.hf.families import common, ssm
+from seqmix.interop.hf.families import ssm
 from seqmix.interop.hf.family import Family
 from seqmix.interop.hf.keys import Keys
 from seqmix.interop.hf.layout import layout
-from seqmix.interop.hf.rules import Rule, block, plain
+from seqmix.interop.hf.rules import Rule
 from seqmix.layers import MambaConfig
 from seqmix.models import HybridLMConfig
 
@@ -56,15 +56,7 @@ def _from_config(config: HybridLMConfig) -> dict[str, Any]:
 
 
 def _rules(config: HybridLMConfig) -> list[Rule]:
-    rules = common.ends(
-        config, embedding="backbone.embeddings.weight", norm="backbone.norm_f.weight"
-    )
-    for index, element in enumerate(config.plan().elements):
-        name = f"backbone.layers.{index}"
-        rules.append(plain(block(index, "mixer_norm", "scale"), f"{name}.norm.weight"))
-        mixer = config.mixer(element)
-        rules += ssm.mamba(block(index, "mixer"), f"{name}.mixer", mixer, config.width)
-    return rules
+    return ssm.backbone(config, ssm.mamba)
 
 
 FAMILY = Family(

@@ -135,13 +135,7 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
     for index, element in enumerate(config.plan().elements):
         name, path = f"model.layers.{index}", block(index, "mixer")
         mixer, part = config.mixer(element), config.feed_forward_of(element)
-        rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"),
-            plain(
-                block(index, "feed_forward_norm", "scale"),
-                f"{name}.post_attention_layernorm.weight",
-            ),
-        ]
+        rules += common.pre_norms(index, name)
         if isinstance(mixer, LightningConfig):
             rules += _lightning(path, f"{name}.self_attn", mixer, config.width)
         else:

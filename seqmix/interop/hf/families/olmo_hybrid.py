@@ -199,16 +199,11 @@ def _variants(config: HybridLMConfig, held: Mapping[str, tuple[int, ...]]) -> li
     return rules
 
 
-def _rules(config: HybridLMConfig) -> list[Rule]:
-    return _variants(config, {})
-
-
 FAMILY = Family(
     name="olmo_hybrid",
     architectures=("OlmoHybridForCausalLM",),
     to_config=_to_config,
     from_config=_from_config,
-    rules=_rules,
     variants=_variants,
     inert=(
         "linear_a_log_max",

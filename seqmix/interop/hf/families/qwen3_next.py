@@ -169,13 +169,7 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
     rules = common.ends(config)
     for index, element in enumerate(config.plan().elements):
         name, path = f"model.layers.{index}", block(index, "mixer")
-        rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.input_layernorm.weight"),
-            plain(
-                block(index, "feed_forward_norm", "scale"),
-                f"{name}.post_attention_layernorm.weight",
-            ),
-        ]
+        rules += common.pre_norms(index, name)
         mixer, part = config.mixer(element), config.feed_forward_of(element)
         if isinstance(mixer, GatedDeltaNetConfig):
             rules += _gated_delta_net(path, f"{name}.linear_attn", mixer, config.width)

@@ -128,10 +128,9 @@ def _rules(config: HybridLMConfig) -> list[Rule]:
     rules = common.ends(config, norm="model.final_norm.weight")
     for index, element in enumerate(config.plan().elements):
         name, mixer = f"model.layers.{index}", config.mixer(element)
-        rules += [
-            plain(block(index, "mixer_norm", "scale"), f"{name}.temporal_pre_norm.weight"),
-            plain(block(index, "feed_forward_norm", "scale"), f"{name}.channel_pre_norm.weight"),
-        ]
+        rules += common.pre_norms(
+            index, name, mixer="temporal_pre_norm", feed_forward="channel_pre_norm"
+        )
         path, temporal = block(index, "mixer"), f"{name}.temporal_block"
         if isinstance(mixer, RGLRUConfig):
             rules += _recurrent(path, temporal, mixer, config.width)

@@ -2,18 +2,22 @@
 """Mamba and Mamba-2 layers as several families hold them."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+from seqmix.interop.hf.families import common
 from seqmix.interop.hf.keys import Keys, real
 from seqmix.interop.hf.rules import (
     Path,
     Rule,
+    block,
     convolution,
     fused_linear,
     linear,
     plain,
 )
 from seqmix.layers import Mamba2Config, MambaConfig
+from seqmix.models import HybridLMConfig
 
 
 def read_dt_rank(keys: Keys, key: str) -> int | None:
@@ -95,4 +99,24 @@ def mamba2(path: Path, name: str, config: Mamba2Config, width: int) -> list[Rule
     ]
     if config.norm:
         rules.append(plain((*path, "norm", "scale"), f"{name}.norm.weight"))
+    return rules
+
+
+def backbone(
+    config: HybridLMConfig, mixer_rules: Callable[[Path, str, Any, int], list[Rule]]
+) -> list[Rule]:
+    """A model of one kind of layer without feed-forward parts, as `state-spaces` names it.
+
+    Args:
+      config: the model.
+      mixer_rules: `mamba` or `mamba2`.
+    """
+    rules = common.ends(
+        config, embedding="backbone.embeddings.weight", norm="backbone.norm_f.weight"
+    )
+    for index, element in enumerate(config.plan().elements):
+        name = f"backbone.layers.{index}"
+        rules.append(plain(block(index, "mixer_norm", "scale"), f"{name}.norm.weight"))
+        mixer = config.mixer(element)
+        rules += mixer_rules(block(index, "mixer"), f"{name}.mixer", mixer, config.width)
     return rules

@@ -11,6 +11,7 @@ from flax import nnx
 
 from seqmix.models.config import HybridLMConfig
 from seqmix.models.language_model import HybridLM
+from seqmix.models.pattern import Plan
 
 Path = tuple[Any, ...]
 
@@ -45,6 +46,22 @@ def unstack_paths(flat: Mapping[Path, Any], config: HybridLMConfig) -> dict[Path
     return result
 
 
+def scanned_place(plan: Plan, layer: int) -> tuple[str, int, int | None]:
+    """Where a layer of the unrolled model is in the scanned one.
+
+    Returns:
+      The list of `Stack` ('leading', 'periods' or 'trailing'), the index in it, and for 'periods'
+      the period, which is the index on the first axis of its arrays, else None.
+    """
+    length, first = len(plan.period), len(plan.leading)
+    if layer < first:
+        return "leading", layer, None
+    period, index = divmod(layer - first, length)
+    if period < plan.periods:
+        return "periods", index, period
+    return "trailing", layer - first - length * plan.periods, None
+
+
 def stack_paths(flat: Mapping[Path, Any], config: HybridLMConfig) -> dict[Path, Any]:
     """Converts flat parameters of an unrolled model to those of the scanned one.
 
@@ -54,21 +71,20 @@ def stack_paths(flat: Mapping[Path, Any], config: HybridLMConfig) -> dict[Path, 
       ValueError: a period lacks a parameter that another has.
     """
     plan = config.plan()
-    length, first = len(plan.period), len(plan.leading)
     result: dict[Path, Any] = {}
     groups: dict[Path, dict[int, Any]] = {}
     for path, leaf in flat.items():
         split = _split(path)
-        if split is None or split[2] < first:
+        if split is None:
             result[path] = leaf
             continue
         before, _, layer, after = split
-        period, index = divmod(layer - first, length)
-        if period < plan.periods:
-            groups.setdefault((*before, "periods", index, *after), {})[period] = leaf
+        part, index, period = scanned_place(plan, layer)
+        target = (*before, part, index, *after)
+        if period is None:
+            result[target] = leaf
         else:
-            rest = layer - first - length * plan.periods
-            result[*before, "trailing", rest, *after] = leaf
+            groups.setdefault(target, {})[period] = leaf
     for path, leaves in groups.items():
         if len(leaves) != plan.periods:
             raise ValueError(

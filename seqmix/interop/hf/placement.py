@@ -10,6 +10,7 @@ from flax import nnx
 
 from seqmix.interop.hf.rules import Path
 from seqmix.models import HybridLM, HybridLMConfig
+from seqmix.models.convert import scanned_place
 
 # XLA takes arrays of the host as they are, without a copy, where they begin at multiples of this.
 _ALIGNMENT = 64
@@ -30,16 +31,12 @@ class Place(NamedTuple):
 def placement(config: HybridLMConfig) -> Callable[[Path], Place]:
     """Gives the place of each path of the unrolled model."""
     plan = config.plan()
-    length, first = len(plan.period), len(plan.leading)
 
     def place(path: Path) -> Place:
-        if path[:2] != ("stack", "leading") or not config.scan or path[2] < first:
+        if path[:2] != ("stack", "leading") or not config.scan:
             return Place(path, None)
-        period, index = divmod(path[2] - first, length)
-        if period < plan.periods:
-            return Place(("stack", "periods", index, *path[3:]), period)
-        rest = path[2] - first - length * plan.periods
-        return Place(("stack", "trailing", rest, *path[3:]), None)
+        part, index, period = scanned_place(plan, path[2])
+        return Place(("stack", part, index, *path[3:]), period)
 
     return place
 

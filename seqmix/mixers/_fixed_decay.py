@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import varying_like
 from seqmix.mixers._segments import mask_padding, runs
 
@@ -43,7 +42,6 @@ def fixed_decay(
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, heads.states, k.shape[-1], v.shape[-1]), "B H K V")
     log_decay = rates(heads.states)
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
     log_decay = varying_like(jnp.broadcast_to(log_decay, (batch, time, heads.states)), q)
     q, k, v, log_decay = mask_padding(segment_ids, q, k, v, log_decay)
     out, state = scalar_decay.scan(
@@ -56,6 +54,7 @@ def fixed_decay(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return mask_padding(segment_ids, out)[0], state

@@ -23,6 +23,7 @@ def normalised_scan(
     initial_state: jax.Array | None,
     segment_ids: jax.Array | None,
     chunk_size: int | None,
+    mixer: str,
     impl: str,
     kernel: Kernel = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
@@ -34,6 +35,7 @@ def normalised_scan(
       eps: added to the normaliser.
       initial_state: [B, Hs, F, V + 1] or None; the last column is the normaliser's.
       segment_ids, chunk_size, impl: as in every mixer, checked.
+      mixer: name of the calling mixer, for messages.
 
     Returns:
       out [B, T, Ho, V] in the dtype of v, 0 at padding; state [B, Hs, F, V + 1].
@@ -53,6 +55,7 @@ def normalised_scan(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=mixer,
         impl=impl,
         kernel=kernel,
         out_dtype=wide,

@@ -29,7 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from seqmix.mixers import _chunks as chunks
+from seqmix.mixers import _pallas
 from seqmix.mixers._checks import Heads
+from seqmix.mixers._dispatch import choose, kernel_refusal
 from seqmix.mixers._numerics import (
     clean_log_decay,
     contract,
@@ -40,7 +42,9 @@ from seqmix.mixers._numerics import (
     varying_like,
 )
 from seqmix.mixers.scalar_decay import log_decay_gradient
+from seqmix_kernels.options import Options
 
+FAMILY = "delta"
 IMPLEMENTATIONS = ("recurrent", "chunked")
 DEFAULT_CHUNK = 64
 
@@ -57,6 +61,7 @@ def scan(
     initial_state: jax.Array | None,
     run: jax.Array | None,
     chunk_size: int | None,
+    mixer: str,
     impl: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the family on checked arguments; padding has been zeroed by the caller.
@@ -72,10 +77,14 @@ def scan(
       initial_state: [B, Hs, K, V] or None for zeros.
       run: [B, T] document numbers or None.
       chunk_size: C, None for 64.
-      impl: one of IMPLEMENTATIONS.
+      mixer: name of the calling mixer, for messages.
+      impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'.
 
     Returns:
       out [B, T, Ho, V] in v's dtype; final state [B, Hs, K, V] in the state dtype.
+
+    Raises:
+      ValueError: if `impl` is unknown or cannot run.
     """
     dtype = state_dtype(q, k, v, log_decay)
     shape = (q.shape[0], heads.states, k.shape[-1], v.shape[-1])
@@ -83,6 +92,17 @@ def scan(
     state = varying_like(state, q, k, v, log_decay, beta)
     log_decay = clean_log_decay(log_decay.astype(dtype))
     beta = beta.astype(dtype)
+    options = Options(heads, float(scale), jnp.dtype(v.dtype), chunk_size)
+    arrays = (q, k, v, log_decay, beta)
+    impl = choose(
+        mixer,
+        impl,
+        IMPLEMENTATIONS,
+        time=q.shape[1],
+        refusal=lambda: kernel_refusal(FAMILY, q.shape[0], options, arrays),
+    )
+    if impl == "pallas":
+        return _pallas.run(FAMILY, options, arrays, state, run)
     if impl == "recurrent":
         return _recurrent(q, k, v, log_decay, beta, state, run, heads, scale)
     cut = chunks.layout(q.shape[1], chunk_size or DEFAULT_CHUNK)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import delta
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import HeadGates, Keys, MatrixState, Queries, SegmentIds, Values
 
@@ -100,7 +99,6 @@ def _check(name, q, k, v, beta, initial_state, segment_ids, chunk_size):
 def _run(
     name, heads, q, k, v, log_decay, beta, scale, initial_state, segment_ids, chunk_size, impl
 ):
-    impl = choose(name, impl, delta.IMPLEMENTATIONS, time=q.shape[1])
     q, k, v, log_decay, beta = mask_padding(segment_ids, q, k, v, log_decay, beta)
     out, state = delta.scan(
         q,
@@ -113,6 +111,7 @@ def _run(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return mask_padding(segment_ids, out)[0], state

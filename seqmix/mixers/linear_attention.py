@@ -7,7 +7,6 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import feature_maps, scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._kernels import PLAIN, Kernel
 from seqmix.mixers._normalised import normalised_scan
 from seqmix.mixers._numerics import operand_dtype, state_dtype, varying_like
@@ -83,7 +82,6 @@ def linear_attention(
     width = v.shape[-1] + 1 if normalize else v.shape[-1]
     expected = (batch, heads.states, kernel.width(k.shape[-1]), width)
     check.state(name, initial_state, expected, "B H F V+1" if normalize else "B H F V")
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
 
     q, k, v = mask_padding(segment_ids, q, k, v)
     if feature_map in _MAPS:
@@ -104,6 +102,7 @@ def linear_attention(
             initial_state=initial_state,
             segment_ids=segment_ids,
             chunk_size=chunk_size,
+            mixer=name,
             impl=impl,
             kernel=kernel,
         )
@@ -118,6 +117,7 @@ def linear_attention(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
         kernel=kernel,
     )

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import contract, state_dtype
 from seqmix.mixers._prefix import prefix_scan
 from seqmix.mixers._segments import last_real_index, mask_padding, runs
@@ -91,7 +90,6 @@ def mamba3(
     batch, time = x.shape[:2]
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
 
     x, dt, A, B, C, trapezoid, rotation = mask_padding(
         segment_ids, x, dt, A, B, C, trapezoid, rotation
@@ -130,6 +128,7 @@ def mamba3(
         initial_state=None if before is None else before.matrix,
         run=run,
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
         out_dtype=wide,
     )

@@ -10,8 +10,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
-from seqmix.mixers import scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._normalised import normalised_scan
 from seqmix.mixers._numerics import state_dtype, varying_like
 from seqmix.mixers._prefix import prefix_scan
@@ -105,7 +103,6 @@ def performer_attention(
         expected = (batch, heads.states, features, v.shape[-1] + 1)
         check.shape(name, "initial_state.matrix", matrix, expected, "B H m V+1")
         check.shape(name, "initial_state.stabiliser", stabiliser, (batch, heads.keys), "B Hk")
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
 
     q, k, v = mask_padding(segment_ids, q, k, v)
@@ -133,6 +130,7 @@ def performer_attention(
         initial_state=matrix,
         segment_ids=segment_ids,
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return out, PerformerState(matrix, greatest[:, -1])

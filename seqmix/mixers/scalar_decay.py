@@ -32,7 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from seqmix.mixers import _chunks as chunks
+from seqmix.mixers import _pallas
 from seqmix.mixers._checks import Heads
+from seqmix.mixers._dispatch import choose, kernel_refusal
 from seqmix.mixers._kernels import PLAIN, Kernel
 from seqmix.mixers._numerics import (
     clean_log_decay,
@@ -44,7 +46,9 @@ from seqmix.mixers._numerics import (
     suffix_sums,
     varying_like,
 )
+from seqmix_kernels.options import Options
 
+FAMILY = "scalar_decay"
 IMPLEMENTATIONS = ("recurrent", "associative", "chunked", "quadratic")
 DEFAULT_CHUNK = 64
 # The state of a second-order kernel outweighs a short chunk: longer chunks, fewer of them at once.
@@ -62,6 +66,7 @@ def scan(
     initial_state: jax.Array | None,
     run: jax.Array | None,
     chunk_size: int | None,
+    mixer: str,
     impl: str,
     kernel: Kernel = PLAIN,
     out_dtype: Any = None,
@@ -79,13 +84,18 @@ def scan(
       initial_state: [B, Hs, K, V] or None for zeros.
       run: [B, T] document numbers or None.
       chunk_size: C, None for 64 (128 with a second-order kernel).
-      impl: one of IMPLEMENTATIONS. 'quadratic' is the masked-attention form, one chunk of T tokens.
+      mixer: name of the calling mixer, for messages.
+      impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'. 'quadratic' is the masked-attention form, one
+        chunk of T tokens.
       kernel: weight of a pair of tokens; K of the state is its number of features.
       out_dtype: dtype of the output, None for v's.
       operands: dtype in which large products read their operands, None for that of q, k and v.
 
     Returns:
       out [B, T, Ho, V]; final state [B, Hs, K, V] in the state dtype.
+
+    Raises:
+      ValueError: if `impl` is unknown or cannot run.
     """
     dtype = state_dtype(q, k, v, log_decay)
     out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
@@ -95,6 +105,19 @@ def scan(
     state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
     state = varying_like(state, q, k, v, log_decay)
     log_decay = clean_log_decay(log_decay.astype(dtype))
+    options = Options(heads, float(scale), out_dtype, chunk_size)
+    arrays = (q, k, v, log_decay)
+
+    def refusal():
+        if not kernel.plain:
+            return "its pairs are weighed by a kernel function"
+        if low != operand_dtype(q, k, v):
+            return f"its products need {low} operands"
+        return kernel_refusal(FAMILY, q.shape[0], options, arrays)
+
+    impl = choose(mixer, impl, IMPLEMENTATIONS, time=time, refusal=refusal)
+    if impl == "pallas":
+        return _pallas.run(FAMILY, options, arrays, state, run)
     if impl == "recurrent":
         return _recurrent(q, k, v, log_decay, state, run, heads, scale, kernel, out_dtype)
     if impl == "quadratic":

@@ -5,8 +5,6 @@ import jax
 from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
-from seqmix.mixers import scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._kernels import Kernel
 from seqmix.mixers._normalised import normalised_scan
 from seqmix.mixers._segments import mask_padding
@@ -68,7 +66,6 @@ def second_order_attention(
     kernel = Kernel(0.0, 0.0, float(scale) ** 2)
     expected = (batch, heads.states, kernel.width(k.shape[-1]), v.shape[-1] + 1)
     check.state(name, initial_state, expected, "B H F V+1")
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
     q, k, v = mask_padding(segment_ids, q, k, v)
     return normalised_scan(
         q,
@@ -81,6 +78,7 @@ def second_order_attention(
         initial_state=initial_state,
         segment_ids=segment_ids,
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
         kernel=kernel,
     )

@@ -5,7 +5,6 @@ import jax
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import HeadGates, Keys, MatrixState, Queries, SegmentIds, Values
 
@@ -54,7 +53,6 @@ def simple_gla(
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, heads.states, k.shape[-1], v.shape[-1]), "B H K V")
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
     q, k, v, log_decay = mask_padding(segment_ids, q, k, v, log_decay)
     out, state = scalar_decay.scan(
         q,
@@ -66,6 +64,7 @@ def simple_gla(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return mask_padding(segment_ids, out)[0], state

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import scalar_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import state_dtype
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import SegmentIds
@@ -71,7 +70,6 @@ def ssd(
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, heads, size, width), "B H N P")
-    impl = choose(name, impl, scalar_decay.IMPLEMENTATIONS, time=time)
 
     x, dt, B, C = mask_padding(segment_ids, x, dt, B, C)
     dtype = state_dtype(x, dt)
@@ -85,6 +83,7 @@ def ssd(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     if D is not None:

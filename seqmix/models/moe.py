@@ -34,7 +34,7 @@ from seqmix.models.routing import (
     route,
     sorted_layout,
 )
-from seqmix.parallel import by_rows
+from seqmix.rows import by_rows
 
 
 @configs.configurable("MoE")

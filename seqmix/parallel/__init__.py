@@ -2,7 +2,6 @@
 """Device meshes and sharding rules."""
 
 from seqmix.parallel.mesh import MeshConfig, initialize_distributed, make_mesh
-from seqmix.parallel.rows import by_rows, rows_on
 from seqmix.parallel.sharding import (
     batch_sharding,
     optimizer_shardings,
@@ -15,7 +14,6 @@ from seqmix.parallel.sharding import (
 __all__ = [
     "MeshConfig",
     "batch_sharding",
-    "by_rows",
     "initialize_distributed",
     "make_mesh",
     "optimizer_shardings",
@@ -23,5 +21,4 @@ __all__ = [
     "parameter_spec",
     "put_batch",
     "replicated",
-    "rows_on",
 ]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from seqmix.parallel import rows_on
+from seqmix.rows import rows_on
 from seqmix.training.loss import chunked_cross_entropy
 from seqmix.training.state import Arrays, ModelDefinition, TrainState
 

@@ -6,6 +6,7 @@ through `test_parity.py` and `test_contract.py`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from seqmix import mixers
+from seqmix_kernels import compile_for
 from tests.mixers import dense
 from tests.mixers.cases_elementwise import mixers_elementwise
 from tests.mixers.cases_scalar_decay import mixers_scalar_decay
@@ -21,6 +23,9 @@ from tests.mixers.cases_vector_decay import mixers_vector_decay
 from tests.mixers.cases_vector_delta import mixers_vector_delta
 
 Arrays = dict[str, np.ndarray]
+
+# The quickest interpreter of each platform; a family's own tests use the others.
+INTERPRETERS = {"tpu": "plain", "gpu": "chip"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Mixer:
       scales: whether it takes a `scale`.
       channels: its arrays are [B, T, D], without heads.
       parameters: arguments of three axes and more without batch and time.
+      kernels: platforms whose kernels it has; each is the form 'pallas@<platform>'.
     """
 
     name: str
@@ -78,12 +84,22 @@ class Mixer:
     scales: bool = True
     channels: bool = False
     parameters: frozenset[str] = frozenset()
+    kernels: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "function", self.function or self.name)
 
-    def __call__(self, arrays: dict[str, Any], **options):
-        return getattr(mixers, self.function)(**arrays, **dict(self.options), **options)
+    def __call__(self, arrays: dict[str, Any], *, impl: str = "auto", **options):
+        """Runs a form: an `impl`, or 'pallas@<platform>', the kernel in that chip's interpreter."""
+        impl, _, platform = impl.partition("@")
+        function = functools.partial(
+            getattr(mixers, self.function), **arrays, **dict(self.options), **options, impl=impl
+        )
+        if not platform:
+            return function()
+        # Around each call, inside what is traced: the recurrent form beside it stays as it is.
+        with compile_for(platform, interpret=INTERPRETERS[platform]):
+            return function()
 
     def per_token(self, argument: str, x: Any) -> bool:
         """Whether an argument is [B, T, ...]; one or two axes belong to channels or heads."""
@@ -162,6 +178,7 @@ MIXERS = {
             ("associative", "chunked"),
             dense.simple_gla,
             frozenset({"log_decay"}),
+            kernels=("tpu",),
         ),
         Mixer(
             "ssd",
@@ -172,6 +189,7 @@ MIXERS = {
             frozenset({"dt", "A", "D"}),
             groupings=((2, 2, 2), (1, 1, 3), (2, 2, 4)),
             gate=None,
+            kernels=("tpu",),
         ),
         Mixer(
             "gated_delta_rule",
@@ -199,8 +217,30 @@ MIXERS = {
 
 CORES = [name for name, m in MIXERS.items() if not m.thin]
 """The mixers that go through the whole suite."""
-FORMS = [(name, impl) for name in CORES for impl in MIXERS[name].implementations]
-THIN_FORMS = [(name, impl) for name, m in MIXERS.items() if m.thin for impl in m.implementations]
+# One mixer for each kernel; others that reach it are taken through less.
+KERNEL_CORES = (
+    "simple_gla",
+    "gated_delta_rule",
+    "gla",
+    "rwkv6",
+    "kda",
+    "selective_scan",
+    "rg_lru",
+)
+KERNEL_FORMS = [(name, f"pallas@{p}") for name in KERNEL_CORES for p in MIXERS[name].kernels]
+FORMS = [
+    *((name, impl) for name in CORES for impl in MIXERS[name].implementations),
+    *KERNEL_FORMS,
+]
+THIN_FORMS = [
+    *((name, impl) for name, m in MIXERS.items() if m.thin for impl in m.implementations),
+    *(
+        (name, f"pallas@{p}")
+        for name, m in MIXERS.items()
+        if name not in KERNEL_CORES
+        for p in m.kernels
+    ),
+]
 ALL_FORMS = [*FORMS, *THIN_FORMS]
 
 
@@ -249,9 +289,11 @@ def slow(*values: Any) -> list[Any]:
 
 
 def sparing(forms: list[tuple[str, str]]) -> list[Any]:
-    """The forms, those beside 'chunked' and 'recurrent' left to the slow suite."""
+    """The forms; slow, but for 'chunked', 'recurrent' and one form of each kernel."""
     return [
-        form if form[1] in ("chunked", "recurrent") else pytest.param(*form, marks=pytest.mark.slow)
+        form
+        if form[1] in ("chunked", "recurrent") or form in KERNEL_FORMS
+        else pytest.param(*form, marks=pytest.mark.slow)
         for form in forms
     ]
 
@@ -260,12 +302,17 @@ def sparing(forms: list[tuple[str, str]]) -> list[Any]:
 REPRESENTATIVES = ("ssd", "gla", "gated_delta_rule", "kda", "rwkv7", "selective_scan", "s4d")
 
 
-def brief(cases: list[Any]) -> list[Any]:
-    """Cases (mixer, form, ...) or mixers, all but `REPRESENTATIVES`' chunked forms slow."""
+def brief(cases: list[Any], *, kernels: bool = False) -> list[Any]:
+    """Cases (mixer, form, ...) or mixers, all but `REPRESENTATIVES`' chunked forms slow.
+
+    With `kernels`, one form of each kernel is not slow either.
+    """
 
     def represents(case: Any) -> bool:
         name, impl = (case, "chunked") if isinstance(case, str) else case[:2]
-        return name in REPRESENTATIVES and impl == "chunked"
+        if impl == "chunked":
+            return name in REPRESENTATIVES
+        return kernels and (name, impl) in KERNEL_FORMS
 
     parameters = [(case,) if isinstance(case, str) else case for case in cases]
     return [

@@ -250,7 +250,7 @@ def test_cost_follows_the_length(form):
             "initial_state.value must have shape",
         ),
         ({"impl": "chunked"}, "impl must be one of"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"capacity": 0}, "capacity must be an integer >= 1"),
         ({"v": np.ones((2, 45, 4, 6), np.float32)}, "heads"),
     ],

@@ -252,6 +252,8 @@ def test_inside_shard_map(name, impl):
         mesh=mesh,
         in_specs=(specs, PartitionSpec("data")),
         out_specs=(PartitionSpec(), specs),
+        # The interpreters of kernels do not follow which axes a value varies over.
+        check_vma="@" not in impl,
     )
     value, grads = quick_jit(sharded)(arrays, segments)
     out, state = run(arrays, None, segments, name=name, impl=impl)
@@ -307,7 +309,7 @@ def test_bad_arguments_name_the_argument(name):
             MIXERS[name](arrays | {argument: jnp.ones(arrays[argument].shape, jnp.int32)})
     for options, match in (
         ({"impl": "fast"}, "impl must be one of .* got 'fast'"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"chunk_size": 0}, "chunk_size must be an integer >= 1, got 0"),
         ({"segment_ids": jnp.ones((1, 5), jnp.int32)}, r"segment_ids must have shape \[B, T\]"),
         ({"segment_ids": jnp.ones((1, 6))}, "segment_ids must be integers"),

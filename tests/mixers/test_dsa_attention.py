@@ -267,7 +267,7 @@ def test_no_array_of_all_pairs_and_memory_that_follows_the_selection():
         ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
         ({"top_k": None}, "top_k must be an integer >= 1, got None"),
         ({"stage": "dense"}, r"stage must be one of \['warmup', 'sparse'\], got 'dense'"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
         ({"capacity": -1}, "capacity must be an integer >= 1"),
         ({"v": None}, "v=None needs value_width"),

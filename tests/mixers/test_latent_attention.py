@@ -164,7 +164,7 @@ def test_bfloat16_and_annotations(impl):
         ({"latent": np.ones((2, 29, R), np.float32)}, r"latent must have shape .*\[2, 29, 10\]"),
         ({"key_up": np.ones((R, H + 1, N), np.float32)}, r"key_up must have shape \[R, H, N\]"),
         ({"value_up": np.ones((R + 1, H, V), np.float32)}, r"value_up must have shape"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"capacity": 0}, "capacity must be an integer >= 1"),
         ({"segment_ids": np.ones((2, 3), np.int32)}, "segment_ids must have shape"),
         (

@@ -277,7 +277,7 @@ ARRAYS = dict(zip(("q", "k", "v", "q_global", "k_global", "v_global"), draw(), s
             "initial_state.row_key must be an array with k_global",
         ),
         ({"impl": "chunked"}, "impl must be one of"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
         ({"v": np.ones((2, 45, 4, 6), np.float32)}, "heads"),
     ],

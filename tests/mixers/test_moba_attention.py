@@ -191,7 +191,7 @@ def test_cost_grows_with_the_tokens():
         ({"top_k": None}, "top_k must be an integer >= 1, got None"),
         ({"initial_state": ()}, "initial_state must be a MoBAState, got tuple"),
         ({"capacity": 0}, "capacity must be an integer >= 1"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"impl": "chunked"}, "impl must be one of"),
         ({"segment_ids": np.ones((2, 3), np.int32)}, "segment_ids must have shape"),
         ({"v": np.ones((2, TIME, 4, 6), np.float32)}, "heads"),

@@ -277,7 +277,7 @@ def test_cost_grows_with_the_tokens():
         ({"local_blocks": 0}, "local_blocks must be an integer >= 1"),
         ({"window": 0}, "window must be an integer >= 1, got 0"),
         ({"capacity": 0}, "capacity must be an integer >= 1"),
-        ({"impl": "pallas"}, "impl='pallas' has no kernel"),
+        ({"impl": "pallas"}, "impl='pallas' cannot run"),
         ({"segment_ids": np.ones((2, 3), np.int32)}, "segment_ids must have shape"),
         ({"gates": np.ones((2, TIME, 4, 2), np.float32)}, r"gates must have shape \[B, T, Hq, 3\]"),
         ({"compression_block": 6}, r"compress_keys.position must have shape .*= \[2, 6, 8\]"),

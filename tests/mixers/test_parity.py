@@ -88,7 +88,12 @@ def test_single_documents_without_a_state(name, impl):
 @pytest.mark.parametrize(
     ("name", "impl", "grouping"),
     brief(
-        [(name, impl, i) for name, impl in ALL_FORMS for i in range(1, len(MIXERS[name].groupings))]
+        [
+            (name, impl, i)
+            for name, impl in ALL_FORMS
+            for i in range(1, len(MIXERS[name].groupings))
+        ],
+        kernels=True,
     ),
 )
 def test_grouped_heads(name, impl, grouping):
@@ -119,7 +124,7 @@ def test_a_thousand_tokens(name, impl):
     check(name, impl, Shape(batch=1, time=1000, heads=(1, 1, 1), key=8, value=8))
 
 
-@pytest.mark.parametrize(("name", "impl"), brief(ALL_FORMS))
+@pytest.mark.parametrize(("name", "impl"), brief(ALL_FORMS, kernels=True))
 def test_bfloat16(name, impl):
     shape = Shape(time=128, key=32, value=32)
     check(name, impl, shape, dtype=jnp.bfloat16, bar=BFLOAT16_BAR)

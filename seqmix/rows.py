@@ -22,6 +22,11 @@ def rows_on(sharding: NamedSharding | None) -> Iterator[None]:
         _ROWS.reset(token)
 
 
+def rows_sharding() -> NamedSharding | None:
+    """How rows are cut up where this is traced, or None."""
+    return _ROWS.get()
+
+
 def by_rows(function: Callable[..., Any], shared: Any, *arrays: Any) -> Any:
     """``function(shared, *arrays)``, on each device for its own rows where `rows_on` says so.
 
@@ -48,4 +53,44 @@ def by_rows(function: Callable[..., Any], shared: Any, *arrays: Any) -> Any:
         mesh=sharding.mesh,
         in_specs=(PartitionSpec(), *[spec] * len(arrays)),
         out_specs=spec,
+    )(shared, *arrays)
+
+
+def cut_refusal(rows: int) -> str | None:
+    """Why a kernel cannot run on arrays with `rows` rows as the program is cut up, or None.
+
+    XLA cannot cut a kernel up over devices: each device must be given its own rows, by `rows_on` or
+    by the caller's own `jax.shard_map`.
+    """
+    mesh, sharding = jax.sharding.get_abstract_mesh(), _ROWS.get()
+    if mesh.axis_names and set(mesh.manual_axes) == set(mesh.axis_names):
+        return None
+    if sharding is not None:
+        devices = sharding.mesh.size
+        return None if rows % devices == 0 else f"{rows} rows do not divide over {devices} devices"
+    if jax.device_count() > 1:
+        return (
+            "there is more than one device, and no rows_on or shard_map says which rows are whose"
+        )
+    return None
+
+
+def on_own_rows(function: Callable[..., Any], shared: Any, *arrays: Any) -> Any:
+    """`by_rows` for a kernel: not differentiated, and every result has the leading axis of rows.
+
+    Args:
+      function: called as ``function(shared, *arrays)``.
+      shared: a tree of arrays that every device gets whole.
+      *arrays: trees of arrays with one leading axis.
+    """
+    sharding = _ROWS.get()
+    if sharding is None:
+        return function(shared, *arrays)
+    spec = sharding.spec
+    return jax.shard_map(
+        function,
+        mesh=sharding.mesh,
+        in_specs=(PartitionSpec(), *[spec] * len(arrays)),
+        out_specs=spec,
+        check_vma=False,  # kernels do not say over which axes their results vary
     )(shared, *arrays)

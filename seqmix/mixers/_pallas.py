@@ -41,6 +41,11 @@ class _Call(NamedTuple):
     rows: Any
 
 
+def has(family: str, feature: str) -> bool:
+    """Whether the present target's kernels of a family say that they have a feature."""
+    return getattr(seqmix_kernels.family(family), feature, False)
+
+
 def run(
     family: str,
     options: Any,

@@ -69,6 +69,7 @@ def scan(
     mixer: str,
     impl: str,
     kernel: Kernel = PLAIN,
+    strength: jax.Array | None = None,
     out_dtype: Any = None,
     operands: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -88,6 +89,7 @@ def scan(
       impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'. 'quadratic' is the masked-attention form, one
         chunk of T tokens.
       kernel: weight of a pair of tokens; K of the state is its number of features.
+      strength: [B, T, Hs] float32 factors of what tokens write, or None for 1.
       out_dtype: dtype of the output, None for v's.
       operands: dtype in which large products read their operands, None for that of q, k and v.
 
@@ -106,18 +108,21 @@ def scan(
     state = varying_like(state, q, k, v, log_decay)
     log_decay = clean_log_decay(log_decay.astype(dtype))
     options = Options(heads, float(scale), out_dtype, chunk_size)
-    arrays = (q, k, v, log_decay)
+    arrays = (q.astype(low), k.astype(low), v.astype(low), log_decay)
 
     def refusal():
         if not kernel.plain:
             return "its pairs are weighed by a kernel function"
-        if low != operand_dtype(q, k, v):
-            return f"its products need {low} operands"
         return kernel_refusal(FAMILY, q.shape[0], options, arrays)
 
     impl = choose(mixer, impl, IMPLEMENTATIONS, time=time, refusal=refusal)
     if impl == "pallas":
-        return _pallas.run(FAMILY, options, arrays, state, run)
+        if strength is not None and _pallas.has(FAMILY, "STRENGTH"):
+            return _pallas.run(FAMILY, options, (*arrays, strength.astype(dtype)), state, run)
+        written = arrays[2] if strength is None else (v * strength[..., None]).astype(low)
+        return _pallas.run(FAMILY, options, (*arrays[:2], written, log_decay), state, run)
+    if strength is not None:
+        v = (v * strength[..., None]).astype(v.dtype)
     if impl == "recurrent":
         return _recurrent(q, k, v, log_decay, state, run, heads, scale, kernel, out_dtype)
     if impl == "quadratic":

@@ -76,13 +76,14 @@ def ssd(
     out, state = scalar_decay.scan(
         C,
         B,
-        (x * dt[..., None]).astype(x.dtype),
+        x,
         dt * A,
         heads=check.Heads(groups, heads // groups, 1),
         scale=scale,
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        strength=dt,
         mixer=name,
         impl=impl,
     )

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where the GPU kernels meet Pallas: Mosaic GPU for Hopper, and its interpreter.
+
+One Pallas thread is one warpgroup. Operands of matrix products are bfloat16, sums float32. Tiles
+live in registers in the WGMMA layout; `ROWS` and `COLS` are layouts of a vector with one value per
+row or column of such a tile.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from seqmix_kernels.target import target
+
+CHUNK = 64
+WGMMA = plgpu.Layout.WGMMA
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+COLS = plgpu.Layout.WGMMA.reduce(0)
+# Shared memory that one block may use on Hopper, less what the compiler keeps.
+SMEM_BYTES = 227 * 1024
+# Streaming multiprocessors of an H100 or H200 (SXM).
+MULTIPROCESSORS = 132
+MAX_GRID_YZ = 65535
+
+Barrier = plgpu.Barrier
+SMEM = plgpu.SMEM
+barrier_arrive = plgpu.barrier_arrive
+barrier_wait = plgpu.barrier_wait
+commit_smem = plgpu.commit_smem
+copy_in = plgpu.copy_gmem_to_smem
+copy_out = plgpu.copy_smem_to_gmem
+commit_copies_out = plgpu.commit_smem_to_gmem_group
+wait_copies_out = plgpu.wait_smem_to_gmem
+load = plgpu.load
+ds = pl.ds
+when = pl.when
+
+
+def tile(shape: Sequence[int], dtype: Any) -> Any:
+    """Shared memory [..., rows, columns] in the tiling that TMA and the tensor cores share."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def union(*groups: Sequence[Any]) -> Any:
+    """Groups of buffers that lie in the same shared memory, one group in use at a time."""
+    return plgpu.RefUnion(*groups)
+
+
+def depth(stage_bytes: int, fixed_bytes: int) -> int:
+    """Stages of input, two to four, that fit in shared memory beside `fixed_bytes`."""
+    # Every buffer is aligned to 1 KiB; barriers are small.
+    return max(2, min(4, (SMEM_BYTES - 4096 - fixed_bytes) // stage_bytes))
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    out_type: Any,
+    scratch: Any,
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    warpgroups: int = 1,
+) -> Callable[..., Any]:
+    """A kernel whose block is `warpgroups` warpgroups, told apart by ``lax.axis_index("wg")``."""
+    interpret = target().interpret
+    threads = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=grid_names,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+        interpret=(
+            plgpu.InterpretGPUParams(detect_races=interpret == "races") if interpret else None
+        ),
+        **threads,
+    )
+
+
+def registers(count: int, action: str) -> None:
+    """Gives the warpgroup more registers a thread, or takes some away."""
+    if not target().interpret:
+        plgpu.set_max_registers(count, action=action)
+
+
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """A float32 tile of zeros in registers."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+
+
+def number_tokens(numbers: Any) -> None:
+    """Writes 0, 1, ..., 63 to both rows of float32 shared memory [2, 64]; see `is_causal`."""
+    for i in range(2):
+        numbers.at[i][...] = plgpu.broadcasted_iota(jnp.float32, (CHUNK,), 0, layout=ROWS)
+
+
+def is_causal(numbers: Any, *, strict: bool = False) -> jax.Array:
+    """[64, 64] tile of whether row >= column (or > with `strict`), from `number_tokens`.
+
+    Numbers that are read again each time: the compiler would move a mask made of constants out of the
+    loop, where it takes registers that the loop needs.
+    """
+    shape = (CHUNK, CHUNK)
+    rows = per_row(load(numbers.at[0], layout=ROWS), shape)
+    columns = per_column(load(numbers.at[1], layout=COLS), shape)
+    return rows > columns if strict else rows >= columns
+
+
+def prefix_sums(raw: Any, sums: Any, numbers: Any) -> jax.Array:
+    """Inclusive sums of a chunk's 64 numbers, as a `ROWS` vector and in shared memory.
+
+    Args:
+      raw: [64] float32 in shared memory.
+      sums: [2, 64] float32 shared memory that gets the sums twice: a vector that is read both by row
+        and by column must lie in two places. Another warp sees them after `commit_smem`.
+      numbers: see `number_tokens`.
+    """
+    terms = per_column(load(raw, layout=COLS), (CHUNK, CHUNK))
+    total = jnp.where(is_causal(numbers), terms, 0.0).sum(axis=1)
+    for i in range(2):
+        sums.at[i][...] = total
+    return total
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    """Row (axis 0) or column (axis 1) numbers of a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def per_row(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A `ROWS` vector as a tile that is constant along each row."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A `COLS` vector as a tile that is constant along each column."""
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def overlapped(
+    products: Sequence[tuple[Any, Any]], work: Callable[[], Any]
+) -> tuple[list[jax.Array], Any]:
+    """Products ``a @ b`` on the tensor cores, and what the warpgroup does while they run.
+
+    Args:
+      products: (a, b): a [M, K] a bfloat16 tile in shared memory or registers, b [K, N] one in shared
+        memory.
+      work: reads nothing that the products write.
+
+    Returns:
+      The products, float32 tiles in registers, and the result of `work`.
+    """
+    if target().interpret:  # the interpreter has no left operand in registers
+        return [_plain(a, b) for a, b in products], work()
+
+    def issue(*sums):
+        for total, (a, b) in zip(sums, products, strict=True):
+            plgpu.wgmma(total, a, b)
+        done = work()
+        return tuple(total[...] for total in sums), done
+
+    shapes = [plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products]
+    sums, done = pl.run_scoped(issue, *shapes)
+    # A wait for the tensor cores is no data dependence: without a barrier the compiler may move
+    # arithmetic on a sum before it.
+    return [lax.optimization_barrier(x) for x in sums], done
+
+
+def matmuls(*products: tuple[Any, Any]) -> list[jax.Array]:
+    """Products ``a @ b``, issued together and awaited once; see `overlapped`."""
+    return overlapped(products, tuple)[0]
+
+
+def matmul(a: Any, b: Any) -> jax.Array:
+    """``a @ b``; see `overlapped`."""
+    return matmuls((a, b))[0]
+
+
+def accumulate(*products: tuple[jax.Array, Any, Any]) -> list[jax.Array]:
+    """Sums ``init + a @ b``, issued together and awaited once; `init` is a tile in registers."""
+    if target().interpret:
+        return [init + _plain(a, b) for init, a, b in products]
+
+    def issue(sums):
+        for total, (_, a, b) in zip(sums, products, strict=True):
+            plgpu.wgmma(total, a, b)
+
+    sums = pl.run_state(issue)(tuple(plgpu.ACC.init(init) for init, _, _ in products))
+    return [lax.optimization_barrier(x) for x in sums]
+
+
+def _plain(a, b):
+    a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
+    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def join(done: Any) -> None:
+    """Waits for all warpgroups of the block: none may leave while another uses the tensor cores."""
+    plgpu.barrier_arrive(done)
+    plgpu.barrier_wait(done)
+
+
+def foldable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `jax.vmap` run a function of rows once on all lanes' rows: kernels have no rule of their own.
+
+    Args:
+      function: of trees of arrays that all have rows as the leading axis, like its results.
+    """
+    function = jax.custom_batching.custom_vmap(function)
+
+    @function.def_vmap
+    def fold(lanes, batched, *arguments):
+        def rows(x, has_lanes):
+            x = x if has_lanes else jnp.broadcast_to(x, (lanes, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        out = function(*jax.tree.map(rows, arguments, tuple(batched)))
+        out = jax.tree.map(lambda x: x.reshape(lanes, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return function

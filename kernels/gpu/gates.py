@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-decays as the GPU kernels read them: sums inside chunks that lose no digits.
+
+Decays are powers of two here. What is at most 2**-256 is 0 in float32, as is any product with it, so
+log-decays stop at -256, and the first token of a document gets -256: pairs, reads and writes across
+the boundary are then multiplied by exactly 0, and the kernels need no other mask.
+
+A plain float32 sum over a chunk would lose the digits of weak decays behind a strong one. Each
+log-decay is split in a multiple of 2**-9, whose sums over 64 tokens are exact, and a rest.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from seqmix_kernels.gpu._common import CHUNK
+
+LOG2E = math.log2(math.e)
+_ZERO = -256.0
+_QUANTUM = 2.0**-9
+
+
+def pad_time(x: jax.Array, axis: int = 1) -> jax.Array:
+    """Zeros after the last token, up to a whole number of chunks."""
+    pad = -x.shape[axis] % CHUNK
+    if not pad:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, pad)
+    return jnp.pad(x, widths)
+
+
+def to_chunks(x: jax.Array) -> jax.Array:
+    """[B, T, H] -> [B, H, chunks, 64], padded with zeros."""
+    x = jnp.swapaxes(pad_time(x), 1, 2)
+    return x.reshape(*x.shape[:2], -1, CHUNK)
+
+
+def from_chunks(x: jax.Array, time: int) -> jax.Array:
+    """[B, H, chunks, 64] -> [B, T, H]."""
+    x = x.reshape(*x.shape[:2], -1)[:, :, :time]
+    return jnp.swapaxes(x, 1, 2)
+
+
+def chunk_log2(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
+    """Log2-decays, 0 to -256, of every chunk: [B, T, H] -> [B, H, chunks, 64] float32."""
+    log2 = jnp.maximum(log_decay * LOG2E, _ZERO)
+    if run is not None:
+        starts = jnp.diff(run, axis=1, prepend=0) > 0
+        log2 = jnp.where(starts[..., None], _ZERO, log2)
+    return to_chunks(log2)
+
+
+def chunk_sums(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
+    """Inclusive sums of log2-decays from each chunk's start, as high and low parts.
+
+    Args:
+      log_decay: [B, T, H] float32, natural log, <= 0 and finite.
+      run: [B, T] int32 document numbers, or None.
+
+    Returns:
+      [2, B, H, chunks, 64] float32: high and low. For i >= j, (high_i - high_j) + (low_i - low_j) is
+      the log2 of the decay from token j to token i.
+    """
+    log2 = jnp.maximum(log_decay * LOG2E, _ZERO)
+    if run is not None:
+        starts = jnp.diff(run, axis=1, prepend=0) > 0
+        log2 = jnp.where(starts[..., None], _ZERO, log2)
+    high = jnp.floor(log2 / _QUANTUM) * _QUANTUM
+    parts = to_chunks(jnp.concatenate([high, log2 - high]))
+    sums = jnp.einsum(
+        "bhnj,ji->bhni",
+        parts,
+        jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32)),
+        precision=lax.Precision.HIGHEST,  # float32 products: exact for the high part
+    )
+    return sums.reshape(2, -1, *sums.shape[1:])
+
+
+def suffix_sums(x: jax.Array) -> jax.Array:
+    """[..., 64] -> [..., 64]: the sum over i >= t."""
+    later = jnp.triu(jnp.ones((CHUNK, CHUNK), bool))
+    return jnp.sum(jnp.where(later, x[..., None, :], 0), axis=-1)
+
+
+def prefix_sums_exclusive(x: jax.Array) -> jax.Array:
+    """[..., 64] -> [..., 64]: the sum over j < t."""
+    earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)
+    return jnp.sum(jnp.where(earlier, x[..., None, :], 0), axis=-1)

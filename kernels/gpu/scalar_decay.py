@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scalar-decay family on Hopper: SSD, simple GLA, retention, lightning and linear attention.
+
+S_t = a_t S_{t-1} + w_t k_t v_t^T;  o_t = s q_t S_t (Dao & Gu 2024, arXiv 2405.21060; Yang et al. 2023,
+2312.06635), in chunks of 64 tokens. Forward: one sweep over the chunks (`scalar_forward`). Backward:
+the states that enter the chunks are computed again (`scalar_states`), then one sweep in reverse gives
+every gradient (`scalar_backward`).
+
+Rows whose heads do not fill the chip are cut into pieces: a sweep finds what each piece adds to the
+state, a few sums chain the pieces, and all run at once from the states that they really have.
+
+A document's first token has a decay of exactly zero, which is all that packing needs; see `gates`.
+Query heads of one state run as heads of their own on the same k, v and gates: nothing is repeated in
+memory, and their gradients are summed.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from seqmix_kernels.gpu import gates, scalar_backward, scalar_forward, scalar_states
+from seqmix_kernels.gpu._common import MAX_GRID_YZ, foldable
+from seqmix_kernels.gpu.scalar_plan import WIDTH, plan
+from seqmix_kernels.options import Heads, Options
+
+STRENGTH = True
+"""Whether the kernels take the write strengths w as a fifth array."""
+
+
+def refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:
+    """Why the kernels cannot take a call, or None.
+
+    Args:
+      options: of the call.
+      arrays: q [B, T, h x, K], k [B, T, h, K], v [B, T, h r, V], log_decay [B, T, h r], and perhaps
+        strength [B, T, h r].
+    """
+    q, k, v, log_decay = arrays[:4]
+    for x in (q, k, v):
+        if x.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"the tensor cores read bfloat16, and {x.dtype} would lose digits"
+    if log_decay.dtype != jnp.float32:
+        return f"GPU kernels keep states in float32, not {log_decay.dtype}"
+    if k.shape[-1] > 2 * WIDTH:
+        return f"a warpgroup's registers hold states of at most 128 keys, not {k.shape[-1]}"
+    if options.chunk_size not in (None, 64):
+        return f"its chunks have 64 tokens, not {options.chunk_size}"
+    if options.heads.outputs * -(-v.shape[-1] // WIDTH) > MAX_GRID_YZ:
+        return f"a CUDA grid has at most {MAX_GRID_YZ} blocks a row"
+    return None
+
+
+class _Call:
+    """A call in the kernels' terms: whole chunks, widths of whole tiles, bfloat16 operands."""
+
+    def __init__(self, options, q, k, v, log_decay, strength, run):
+        heads = options.heads
+        self.scale, self.out_dtype = float(options.scale), jnp.dtype(options.out_dtype)
+        self.heads = Heads(heads.keys, heads.values, heads.queries)
+        self.batch, self.time = q.shape[:2]
+        self.key, self.value = q.shape[-1], v.shape[-1]
+        self.q, self.k, self.v = (self.whole(x) for x in (q, k, v))
+        self.gates = gates.chunk_log2(log_decay, run)
+        self.strength = None if strength is None else gates.to_chunks(strength)
+        widths = self.k.shape[-1], self.v.shape[-1]
+        chunks = self.gates.shape[2]
+        self.plan = plan(self.heads, self.batch, chunks, *widths)
+        by_state = Heads(heads.keys, heads.values, 1)
+        self.state_plan = plan(by_state, self.batch, chunks, *widths, self.plan.pieces)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, D] in bfloat16, T whole chunks and D whole tiles (of zeros)."""
+        x = gates.pad_time(x.astype(jnp.bfloat16))
+        pad = -x.shape[-1] % WIDTH
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, pad)]) if pad else x
+
+    def state(self, state: jax.Array) -> jax.Array:
+        """[B, H, K, V] -> [B, H, V, K] of whole tiles."""
+        widths = [(0, 0), (0, 0), (0, self.k.shape[-1] - self.key)]
+        widths.append((0, self.v.shape[-1] - self.value))
+        return jnp.swapaxes(jnp.pad(state, widths), 2, 3)
+
+    def unpadded_state(self, state: jax.Array) -> jax.Array:
+        """The inverse of `state`."""
+        return jnp.swapaxes(state, 2, 3)[:, :, : self.key, : self.value]
+
+    def through(self) -> jax.Array:
+        """[B, Hs, pieces, 1, 1] decays across the pieces."""
+        log2 = jnp.sum(self.gates, axis=-1)
+        p = self.plan
+        log2 = jnp.pad(log2, ((0, 0), (0, 0), (0, p.pieces * p.piece_chunks - p.chunks)))
+        log2 = jnp.sum(log2.reshape(*log2.shape[:2], p.pieces, -1), axis=-1)
+        return jnp.exp2(log2)[..., None, None]
+
+    def by_piece(self, states: jax.Array) -> jax.Array:
+        """[B * pieces, ...] -> [B, pieces, ...]."""
+        return states.reshape(self.batch, self.plan.pieces, *states.shape[1:])
+
+    def entering(self, state: jax.Array) -> jax.Array:
+        """States that enter the pieces, [B, pieces, Hs, V, K]."""
+        states = [self.state(state)]
+        if self.plan.pieces > 1:
+            written, _ = scalar_states.sweep(
+                self.state_plan, self.v, self.k, self.gates, self.strength, None,
+                reverse=False, store=False,
+            )  # fmt: skip
+            written, through = self.by_piece(written), self.through()
+            for piece in range(self.plan.pieces - 1):
+                states.append(through[:, :, piece] * states[-1] + written[:, piece])
+        return jnp.stack(states, 1)
+
+    def leaving(self, d_final: jax.Array, d_out: jax.Array) -> jax.Array:
+        """Gradients of the states that leave the pieces, [B, pieces, Ho, V, K]."""
+        queries = self.heads.queries
+        d_state = self.state(d_final)
+        if queries > 1:  # the first query head of a state takes the final state's gradient
+            d_state = jnp.pad(d_state[:, :, None], [(0, 0)] * 2 + [(0, queries - 1)] + [(0, 0)] * 2)
+            d_state = d_state.reshape(self.batch, -1, *d_state.shape[3:])
+        states = [d_state]
+        if self.plan.pieces > 1:
+            read, _ = scalar_states.sweep(
+                self.plan, d_out, self.q, self.gates, None, None, reverse=True, store=False
+            )
+            read = self.by_piece(read) * self.scale
+            through = jnp.repeat(self.through(), queries, axis=1)
+            for piece in reversed(range(1, self.plan.pieces)):
+                states.append(through[:, :, piece] * states[-1] + read[:, piece])
+        return jnp.stack(states[::-1], 1)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def forward(
+    options: Options,
+    interpret: bool | str,
+    shared: tuple[()],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *rest: jax.Array | None,
+):
+    """Outputs, final state and residuals.
+
+    Args:
+      options: of the call.
+      interpret: taken from the target.
+      shared: none.
+      q: [B, T, h x, K] bfloat16 or float16 (read as bfloat16).
+      k: [B, T, h, K].
+      v: [B, T, h r, V].
+      log_decay: [B, T, h r] float32, <= 0, finite.
+      *rest: strength [B, T, h r] float32 where given; state [B, h r, K, V] float32; run [B, T] int32
+        document numbers or None.
+
+    Returns:
+      out [B, T, Ho, V]; final state [B, Hs, K, V] float32; the states that enter the pieces, of rows
+      that are cut.
+    """
+    del interpret, shared
+
+    def run_forward(q, k, v, log_decay, strength, state, run):
+        call = _Call(options, q, k, v, log_decay, strength, run)
+        entering = call.entering(state)
+        out, last = scalar_forward.forward(
+            call.plan, call.q, call.k, call.v, call.gates, call.strength, _flat(entering),
+            scale=call.scale, out_dtype=call.out_dtype,
+        )  # fmt: skip
+        last = call.by_piece(last)[:, -1, :: call.heads.queries]
+        kept = (entering,) if call.plan.pieces > 1 else ()
+        return out[:, : call.time, :, : call.value], call.unpadded_state(last), kept
+
+    strength, state, run = rest if len(rest) == 3 else (None, *rest)
+    return foldable(run_forward)(q, k, v, log_decay, strength, state, run)
+
+
+def backward(
+    options: Options,
+    interpret: bool | str,
+    shared: tuple[()],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *rest,
+):
+    """Gradients of everything that `forward` takes.
+
+    Args:
+      options, interpret, shared, q, k, v, log_decay: as for `forward`.
+      *rest: its other arguments, residuals, and the gradients of out [B, T, Ho, V] and of the final
+        state [B, Hs, K, V].
+
+    Returns:
+      (), gradients of q, k, v, log_decay and strength where given, gradient of the state.
+    """
+    del interpret
+
+    def run_backward(q, k, v, log_decay, strength, state, run, kept, d_out, d_final):
+        call = _Call(options, q, k, v, log_decay, strength, run)
+        p, heads, batch = call.plan, call.heads, call.batch
+        entering = kept[0] if kept else call.entering(state)
+        _, states = scalar_states.sweep(
+            call.state_plan, call.v, call.k, call.gates, call.strength, _flat(entering),
+            reverse=False, store=True,
+        )  # fmt: skip
+        d_out = call.whole(d_out)
+        dq, dk, dv, dg, d_entering = scalar_backward.backward(
+            p, call.q, call.k, call.v, d_out, call.gates, call.strength, states,
+            _flat(call.leaving(d_final, d_out)), scale=call.scale,
+        )  # fmt: skip
+        dq = _summed(dq, q.shape[2])[:, : call.time, :, : call.key].astype(q.dtype)
+        dk = _summed(dk, k.shape[2])[:, : call.time, :, : call.key].astype(k.dtype)
+        dv = _summed(dv, v.shape[2])[:, : call.time, :, : call.value].astype(v.dtype)
+        dg = jnp.sum(dg.reshape(batch, heads.states, -1, *dg.shape[2:]), axis=2)
+        straddling, reads, writes, passing, d_strength = (dg[:, :, :, i] for i in range(5))
+        d_log = straddling + gates.suffix_sums(reads) + gates.prefix_sums_exclusive(writes)
+        d_log = gates.from_chunks(d_log + jnp.sum(passing, axis=-1, keepdims=True), call.time)
+        d_state = call.by_piece(d_entering)[:, 0]
+        d_state = jnp.sum(d_state.reshape(batch, heads.states, -1, *d_state.shape[2:]), axis=2)
+        d_arrays = (dq, dk, dv, d_log)
+        if strength is not None:
+            d_arrays = (*d_arrays, gates.from_chunks(d_strength, call.time))
+        return d_arrays, call.unpadded_state(d_state)
+
+    arguments = rest if len(rest) == 6 else (None, *rest)
+    d_arrays, d_state = foldable(run_backward)(q, k, v, log_decay, *arguments)
+    return shared, d_arrays, d_state
+
+
+def _summed(parts: jax.Array, heads: int) -> jax.Array:
+    """[B, T, heads * n, D] -> [B, T, heads, D]: the n parts of each head, added in float32."""
+    if parts.shape[2] == heads:
+        return parts
+    parts = parts.reshape(*parts.shape[:2], heads, -1, parts.shape[-1])
+    return jnp.sum(parts, axis=3, dtype=jnp.float32)

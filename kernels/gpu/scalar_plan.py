@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the scalar-decay kernels cut their work up over the chip."""
+
+from typing import NamedTuple
+
+from jax import lax
+
+from seqmix_kernels.gpu._common import MULTIPROCESSORS
+from seqmix_kernels.options import Heads
+
+WIDTH = 64
+"""Value columns of a unit."""
+
+
+class Plan(NamedTuple):
+    """How the work is cut up.
+
+    Attributes:
+      heads: grouping of the heads.
+      key: K, a multiple of 64.
+      value: V, a multiple of 64.
+      chunks: chunks of a row.
+      pieces: pieces of a row.
+      units: units of a block, 1 or 2.
+      shared: whether the two units of a block have the same q and k.
+    """
+
+    heads: Heads
+    key: int
+    value: int
+    chunks: int
+    pieces: int
+    units: int
+    shared: bool
+
+    @property
+    def columns(self) -> int:
+        """Units of an output head."""
+        return self.value // WIDTH
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a piece."""
+        return self.heads.outputs * self.columns // self.units
+
+    @property
+    def keysets(self) -> int:
+        """Tiles of q and of k that a block holds per chunk."""
+        return 1 if self.shared else self.units
+
+    @property
+    def piece_chunks(self) -> int:
+        """Chunks of a piece; the last may have fewer."""
+        return -(-self.chunks // self.pieces)
+
+
+def plan(
+    heads: Heads, batch: int, chunks: int, key: int, value: int, pieces: int | None = None
+) -> Plan:
+    """The cut of a call: pairs of units where their number is even, pieces until the chip is full.
+
+    Args:
+      heads: grouping of the heads.
+      batch: rows.
+      chunks: chunks of a row.
+      key: K, a multiple of 64.
+      value: V, a multiple of 64.
+      pieces: of a row; None to choose.
+    """
+    total = heads.outputs * (value // WIDTH)
+    units = 2 if total % 2 == 0 else 1
+    per_key = heads.values * (value // WIDTH)  # neighbouring units that read one q head
+    shared = units == 1 or per_key % 2 == 0
+    blocks = batch * total // units
+    if pieces is None:
+        pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // 4))
+        pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
+    return Plan(heads, key, value, chunks, pieces, units, shared)
+
+
+def place(plan: Plan, index, wg):
+    """Of a block's unit: output head, state, key head, query head, and first value column."""
+    heads = plan.heads
+    unit = index * plan.units + wg
+    out = lax.div(unit, plan.columns)
+    column = lax.rem(unit, plan.columns) * WIDTH
+    state = lax.div(out, heads.queries)
+    key = lax.div(state, heads.values)
+    query = key * heads.queries + lax.rem(out, heads.queries)
+    return out, state, key, query, column

@@ -2,7 +2,12 @@
 """Keeps a long test process within the system's limits; thins out parameter cases on request."""
 
 import gc
+import os
 import zlib
+
+# The interpreter of GPU kernels blocks a thread of XLA's pool for each warpgroup that waits: with
+# no more threads than a small machine has cores, all can wait. Read when the backend starts.
+os.environ.setdefault("NPROC", "16")
 
 import jax
 import pytest

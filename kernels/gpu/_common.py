@@ -41,6 +41,16 @@ ds = pl.ds
 when = pl.when
 
 
+def chip_refusal() -> str | None:
+    """Why the present GPU cannot run these kernels, or None. Without a GPU, none is known."""
+    if target().interpret or jax.default_backend() != "gpu":
+        return None
+    found = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if found == "9.0":
+        return None
+    return f"the kernels are for compute capability 9.0 (Hopper), this GPU has {found}"
+
+
 def tile(shape: Sequence[int], dtype: Any) -> Any:
     """Shared memory [..., rows, columns] in the tiling that TMA and the tensor cores share."""
     size = jnp.dtype(dtype).itemsize
@@ -108,8 +118,8 @@ def number_tokens(numbers: Any) -> None:
 def is_causal(numbers: Any, *, strict: bool = False) -> jax.Array:
     """[64, 64] tile of whether row >= column (or > with `strict`), from `number_tokens`.
 
-    Numbers that are read again each time: the compiler would move a mask made of constants out of the
-    loop, where it takes registers that the loop needs.
+    Numbers that are read again each time: the compiler would move a mask made of constants out of
+    the loop, where it takes registers that the loop needs.
     """
     shape = (CHUNK, CHUNK)
     rows = per_row(load(numbers.at[0], layout=ROWS), shape)
@@ -121,8 +131,8 @@ def prefix_sums(raw: Any, sums: Any, numbers: Any) -> jax.Array:
     """Inclusive sums of a chunk's 64 numbers, as a `ROWS` vector and in shared memory.
 
     Args:
-      raw: [64] float32 in shared memory.
-      sums: [2, 64] float32 shared memory that gets the sums twice: a vector that is read both by row
+      raw: [64] float32 in shared memory. sums: [2, 64] float32 shared memory that gets the sums
+      twice: a vector that is read both by row
         and by column must lie in two places. Another warp sees them after `commit_smem`.
       numbers: see `number_tokens`.
     """
@@ -154,8 +164,8 @@ def overlapped(
     """Products ``a @ b`` on the tensor cores, and what the warpgroup does while they run.
 
     Args:
-      products: (a, b): a [M, K] a bfloat16 tile in shared memory or registers, b [K, N] one in shared
-        memory.
+      products: (a, b): a [M, K] a bfloat16 tile in shared memory or registers, b [K, N] one in
+        shared memory.
       work: reads nothing that the products write.
 
     Returns:
@@ -212,7 +222,7 @@ def join(done: Any) -> None:
 
 
 def foldable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets `jax.vmap` run a function of rows once on all lanes' rows: kernels have no rule of their own.
+    """Lets `jax.vmap` run a function of rows once on all lanes' rows: kernels have no rule for it.
 
     Args:
       function: of trees of arrays that all have rows as the leading axis, like its results.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-decays as the GPU kernels read them: sums inside chunks that lose no digits.
 
-Decays are powers of two here. What is at most 2**-256 is 0 in float32, as is any product with it, so
-log-decays stop at -256, and the first token of a document gets -256: pairs, reads and writes across
-the boundary are then multiplied by exactly 0, and the kernels need no other mask.
+Decays are powers of two here. What is at most 2**-256 is 0 in float32, as is any product with it,
+so log-decays stop at -256, and the first token of a document gets -256: pairs, reads and writes
+across the boundary are then multiplied by exactly 0, and the kernels need no other mask.
 
 A plain float32 sum over a chunk would lose the digits of weak decays behind a strong one. Each
 log-decay is split in a multiple of 2**-9, whose sums over 64 tokens are exact, and a rest.
@@ -44,13 +44,17 @@ def from_chunks(x: jax.Array, time: int) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
+def _log2(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
+    log2 = jnp.maximum(log_decay * LOG2E, _ZERO)
+    if run is None:
+        return log2
+    starts = jnp.diff(run, axis=1, prepend=0) > 0
+    return jnp.where(starts[..., None], _ZERO, log2)
+
+
 def chunk_log2(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
     """Log2-decays, 0 to -256, of every chunk: [B, T, H] -> [B, H, chunks, 64] float32."""
-    log2 = jnp.maximum(log_decay * LOG2E, _ZERO)
-    if run is not None:
-        starts = jnp.diff(run, axis=1, prepend=0) > 0
-        log2 = jnp.where(starts[..., None], _ZERO, log2)
-    return to_chunks(log2)
+    return to_chunks(_log2(log_decay, run))
 
 
 def chunk_sums(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
@@ -61,13 +65,10 @@ def chunk_sums(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
       run: [B, T] int32 document numbers, or None.
 
     Returns:
-      [2, B, H, chunks, 64] float32: high and low. For i >= j, (high_i - high_j) + (low_i - low_j) is
-      the log2 of the decay from token j to token i.
+      [2, B, H, chunks, 64] float32: high and low. For i >= j, (high_i - high_j) + (low_i - low_j)
+      is the log2 of the decay from token j to token i.
     """
-    log2 = jnp.maximum(log_decay * LOG2E, _ZERO)
-    if run is not None:
-        starts = jnp.diff(run, axis=1, prepend=0) > 0
-        log2 = jnp.where(starts[..., None], _ZERO, log2)
+    log2 = _log2(log_decay, run)
     high = jnp.floor(log2 / _QUANTUM) * _QUANTUM
     parts = to_chunks(jnp.concatenate([high, log2 - high]))
     sums = jnp.einsum(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward pass of the scalar-decay family on Hopper: one sweep over the chunks in reverse.
 
-Units and blocks are those of the forward; a unit carries R^T [64, K], the gradient of its state's 64
-columns, in registers, and reads the chunk's entering state S^T. Per chunk, with decays D, strength w,
+Units and blocks are those of the forward; a unit carries R^T [64, K], the gradient of its state's
+64 columns, in registers, and reads the chunk's entering state S^T. Per chunk, with decays D,
+strength w,
 e^G at the reads and e^{G_C - G} at the writes::
 
     P   = s (Q K^T) * D;   dP = s (dO V^T) * D * w
@@ -14,13 +15,14 @@ e^G at the reads and e^{G_C - G} at the writes::
 Units that share q and k add their parts of dQ and dK in shared memory (in bfloat16 parts), what
 several blocks have of one head is added by the caller: no atomics, the same bits every time.
 
-The gradient of log-decay t sums the pairs X_ij = dP_ij (Q K^T)_ij with i >= t > j, the reads i >= t,
-the writes j < t, and what passes through the chunk. A triangle of ones times X (in bfloat16) gives the
-sums over i >= t, a masked sum of rows those over j < t; the other sums are left to the caller. (Sums of
-columns would cross warps, for which Mosaic gives all warpgroups of a block one buffer.)
+The gradient of log-decay t sums the pairs X_ij = dP_ij (Q K^T)_ij with i >= t > j, the reads i >=
+t, the writes j < t, and what passes through the chunk. A triangle of ones times X (in bfloat16)
+gives the sums over i >= t, a masked sum of rows those over j < t; the other sums are left to the
+caller. (Sums of columns would cross warps, for which Mosaic gives all warpgroups of a block one
+buffer.)
 
-Bytes: q, k, v, dO read and dQ, dK, dV written once each, and K V 2 bytes of state a chunk. FLOPs a unit
-and chunk: 2 C^2 (2 K + 5 64) + 8 C K 64, so 19 MFLOP for 144 KiB at K = V = 128.
+Bytes: q, k, v, dO read and dQ, dK, dV written once each, and K V 2 bytes of state a chunk. FLOPs a
+unit and chunk: 2 C^2 (2 K + 5 64) + 8 C K 64, so 19 MFLOP for 144 KiB at K = V = 128.
 """
 
 import jax
@@ -64,8 +66,8 @@ from seqmix_kernels.gpu.scalar_plan import WIDTH, Plan, place
 
 C = CHUNK
 STAGES = 2
-VECTORS = 5
-"""Rows of the gates' gradients: straddling pairs; reads; writes; what passes; strengths."""
+ROWS_OF_GATES = 4
+"""Rows of the gates' gradients: straddling pairs; reads; writes; what passes; (strengths)."""
 
 
 def backward(
@@ -92,14 +94,15 @@ def backward(
       gates: [B, Hs, chunks, 64] float32; see `gates.chunk_log2`.
       strength: [B, Hs, chunks, 64] float32, or None for 1.
       states: [B, Hs, chunks, V, K] bfloat16, transposed states entering the chunks.
-      leaving: [B * pieces, Ho, V, K] float32, gradients of the states that leave the pieces, or None
-        for zeros.
+      leaving: [B * pieces, Ho, V, K] float32, gradients of the states that leave the pieces, or
+        None for zeros.
       scale: factor on the output.
 
     Returns:
-      dq, dk [B, T, parts, K] bfloat16, parts of one head next to each other; dv [B, T, Ho, V] bfloat16;
-      rows of the gates' gradients [B, units, chunks, 5, 64] float32 (see `VECTORS`); gradients of the states that enter the pieces
-      [B * pieces, Ho, V, K] float32.
+      dq, dk [B, T, parts, K] bfloat16, parts of one head next to each other; dv [B, T, Ho, V]
+      bfloat16; rows of the gates' gradients [B, units, chunks, rows, 64] float32 (see
+      `ROWS_OF_GATES`); gradients of the states that enter the pieces [B * pieces, Ho, V, K]
+      float32.
     """
     p, dtype = plan, q.dtype
     batch, time = q.shape[:2]
@@ -107,11 +110,12 @@ def backward(
     pooled = p.units == 2 and p.shared  # the units add their dq and dk
     parts = p.blocks if pooled else total
     vectors = 1 if strength is None else 3
+    rows = ROWS_OF_GATES if strength is None else ROWS_OF_GATES + 1
     out_type = (
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
         jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), dtype),
-        jax.ShapeDtypeStruct((batch, total, p.chunks, VECTORS, C), jnp.float32),
+        jax.ShapeDtypeStruct((batch, total, p.chunks, rows, C), jnp.float32),
         jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
     )
     feeder, kinds = p.units, STAGES * p.keysets
@@ -129,7 +133,7 @@ def backward(
         "ones_s": tile((C, C), dtype),
         "sum_s": SMEM((p.units, 2, C), jnp.float32),
         "numbers": SMEM((2, C), jnp.float32),
-        "dg_s": SMEM((p.units, VECTORS, C), jnp.float32),
+        "dg_s": SMEM((p.units, rows, C), jnp.float32),
         "full": Barrier(num_arrivals=2 * p.keysets + (2 + vectors) * p.units, num_barriers=STAGES),
         "free": Barrier(num_arrivals=p.units, num_barriers=STAGES),
         "state_full": Barrier(num_arrivals=p.units),
@@ -220,6 +224,7 @@ def backward(
                 copy_in(leaving_ref.at[row, out, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])
                 first = load(ends_s.at[wg], layout=WGMMA)
+                commit_smem()
                 join(ready.at[0])
             else:
                 first = zeros((WIDTH, p.key))
@@ -234,7 +239,7 @@ def backward(
                 q_t, k_t = qk_s.at[tiles_at], qk_s.at[kinds + tiles_at]
                 v_t, do_t, pair_t = v_s.at[at], do_s.at[at], pair_s.at[wg]
                 g, state_t, grad_t = g_s.at[at], sr_s.at[wg], sr_s.at[p.units + wg]
-                sums = sum_s.at[wg]
+                sums, dg = sum_s.at[wg], dg_s.at[wg]
                 grad_t[...] = r.astype(dtype)
                 barrier_wait(full.at[stage])
                 total = prefix_sums(g.at[0], sums, numbers)
@@ -270,18 +275,20 @@ def backward(
                 pair_t[...] = pairs
                 commit_smem()
                 straddling = jnp.where(is_causal(numbers, strict=True), later, 0.0)
-                straddling = straddling.sum(axis=1)
+                dg.at[0][...] = straddling.sum(axis=1)
                 from_state = from_state * per_row(leave, narrow)
                 writes = (from_state * values).sum(axis=1)
 
                 # Values and strengths.
                 u = matmul(pair_t.T, do_t) + from_state
                 pair_t[...] = d_pairs
-                d_strength = (u * values).sum(axis=1)
                 if strength is not None:
+                    values = load(v_t, layout=WGMMA).astype(jnp.float32)
+                    dg.at[4][...] = (u * values).sum(axis=1)
                     write = load(g.at[2], layout=ROWS)
                     writes, leave = writes * write, leave * write
                     u = u * per_row(write, narrow)
+                dg.at[2][...] = writes
 
                 # Keys.
                 dk = matmul(v_t, grad_t)
@@ -295,6 +302,7 @@ def backward(
                 # Queries and the gradient of the state.
                 barrier_wait(state_full)
                 passing = (load(state_t, layout=WGMMA).astype(jnp.float32) * r).sum(axis=1)
+                dg.at[3][...] = passing * through
 
                 def seen():
                     entry_c = jnp.exp2(load(sums.at[1], layout=COLS)) * scale
@@ -303,19 +311,13 @@ def backward(
 
                 (read,), reading = overlapped([(q_t, state_t.T)], seen)
                 d_read = load(do_t, layout=WGMMA).astype(jnp.float32)
-                reads = (read * d_read).sum(axis=1) * entry
+                dg.at[1][...] = (read * d_read).sum(axis=1) * entry
                 dq = matmul(do_t, state_t)
                 dq, r = accumulate(
-                    (dq * per_row(entry, wide), d_pairs, k_t), (r * through, reading, q_t)
+                    (dq * per_row(entry, wide), pair_t, k_t), (r * through, reading, q_t)
                 )
                 dq = dq.astype(dtype)
 
-                dg = dg_s.at[wg]
-                dg.at[0][...] = straddling
-                dg.at[1][...] = reads
-                dg.at[2][...] = writes
-                dg.at[3][...] = passing * through
-                dg.at[4][...] = d_strength
                 if pooled:
                     # The first unit adds dq, the second dk; q and k are no longer read.
                     state_t[...] = dq
@@ -328,8 +330,8 @@ def backward(
                 else:
                     q_t[...] = dq
                     k_t[...] = dk
-                barrier_arrive(state_free)
                 commit_smem()
+                barrier_arrive(state_free)
                 copy_out(dg, dg_ref.at[b, unit, c], commit_group=False)
                 copy_out(v_t, dv_ref.at[b, tokens, out, columns], commit_group=False)
                 if pooled:

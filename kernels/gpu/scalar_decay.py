@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scalar-decay family on Hopper: SSD, simple GLA, retention, lightning and linear attention.
 
-S_t = a_t S_{t-1} + w_t k_t v_t^T;  o_t = s q_t S_t (Dao & Gu 2024, arXiv 2405.21060; Yang et al. 2023,
-2312.06635), in chunks of 64 tokens. Forward: one sweep over the chunks (`scalar_forward`). Backward:
-the states that enter the chunks are computed again (`scalar_states`), then one sweep in reverse gives
-every gradient (`scalar_backward`).
+S_t = a_t S_{t-1} + w_t k_t v_t^T;  o_t = s q_t S_t (Dao & Gu 2024, arXiv 2405.21060; Yang et al.
+2023, 2312.06635), in chunks of 64 tokens. Forward: one sweep over the chunks (`scalar_forward`).
+Backward: the states that enter the chunks, kept by the forward or computed again (`scalar_states`),
+then one sweep in reverse, which gives every gradient (`scalar_backward`).
 
 Rows whose heads do not fill the chip are cut into pieces: a sweep finds what each piece adds to the
 state, a few sums chain the pieces, and all run at once from the states that they really have.
 
 A document's first token has a decay of exactly zero, which is all that packing needs; see `gates`.
-Query heads of one state run as heads of their own on the same k, v and gates: nothing is repeated in
-memory, and their gradients are summed.
+Query heads of one state run as heads of their own on the same k, v and gates: nothing is repeated
+in memory, and their gradients are summed.
 """
 
 import jax
 import jax.numpy as jnp
 
 from seqmix_kernels.gpu import gates, scalar_backward, scalar_forward, scalar_states
-from seqmix_kernels.gpu._common import MAX_GRID_YZ, foldable
+from seqmix_kernels.gpu._common import MAX_GRID_YZ, chip_refusal, foldable
 from seqmix_kernels.gpu.scalar_plan import WIDTH, plan
 from seqmix_kernels.options import Heads, Options
 
@@ -46,7 +46,7 @@ def refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:
         return f"its chunks have 64 tokens, not {options.chunk_size}"
     if options.heads.outputs * -(-v.shape[-1] // WIDTH) > MAX_GRID_YZ:
         return f"a CUDA grid has at most {MAX_GRID_YZ} blocks a row"
-    return None
+    return chip_refusal()
 
 
 class _Call:
@@ -140,6 +140,7 @@ def forward(
     v: jax.Array,
     log_decay: jax.Array,
     *rest: jax.Array | None,
+    keep: bool,
 ):
     """Outputs, final state and residuals.
 
@@ -151,24 +152,26 @@ def forward(
       k: [B, T, h, K].
       v: [B, T, h r, V].
       log_decay: [B, T, h r] float32, <= 0, finite.
-      *rest: strength [B, T, h r] float32 where given; state [B, h r, K, V] float32; run [B, T] int32
-        document numbers or None.
+      *rest: strength [B, T, h r] float32 where given; state [B, h r, K, V] float32; run [B, T]
+        int32 document numbers or None.
+      keep: whether residuals are wanted.
 
     Returns:
-      out [B, T, Ho, V]; final state [B, Hs, K, V] float32; the states that enter the pieces, of rows
-      that are cut.
+      out [B, T, Ho, V]; final state [B, Hs, K, V] float32; residuals: the states that
+      enter the pieces, and (where one query reads each state) those that enter the chunks.
     """
     del interpret, shared
 
     def run_forward(q, k, v, log_decay, strength, state, run):
         call = _Call(options, q, k, v, log_decay, strength, run)
         entering = call.entering(state)
-        out, last = scalar_forward.forward(
+        store = keep and call.heads.queries == 1
+        out, last, *states = scalar_forward.forward(
             call.plan, call.q, call.k, call.v, call.gates, call.strength, _flat(entering),
-            scale=call.scale, out_dtype=call.out_dtype,
+            scale=call.scale, out_dtype=call.out_dtype, store=store,
         )  # fmt: skip
         last = call.by_piece(last)[:, -1, :: call.heads.queries]
-        kept = (entering,) if call.plan.pieces > 1 else ()
+        kept = (entering, *states) if keep else ()
         return out[:, : call.time, :, : call.value], call.unpadded_state(last), kept
 
     strength, state, run = rest if len(rest) == 3 else (None, *rest)
@@ -200,28 +203,29 @@ def backward(
     def run_backward(q, k, v, log_decay, strength, state, run, kept, d_out, d_final):
         call = _Call(options, q, k, v, log_decay, strength, run)
         p, heads, batch = call.plan, call.heads, call.batch
-        entering = kept[0] if kept else call.entering(state)
-        _, states = scalar_states.sweep(
-            call.state_plan, call.v, call.k, call.gates, call.strength, _flat(entering),
-            reverse=False, store=True,
-        )  # fmt: skip
+        entering, *states = kept
+        if not states:
+            _, *states = scalar_states.sweep(
+                call.state_plan, call.v, call.k, call.gates, call.strength, _flat(entering),
+                reverse=False, store=True,
+            )  # fmt: skip
         d_out = call.whole(d_out)
         dq, dk, dv, dg, d_entering = scalar_backward.backward(
-            p, call.q, call.k, call.v, d_out, call.gates, call.strength, states,
+            p, call.q, call.k, call.v, d_out, call.gates, call.strength, states[0],
             _flat(call.leaving(d_final, d_out)), scale=call.scale,
         )  # fmt: skip
         dq = _summed(dq, q.shape[2])[:, : call.time, :, : call.key].astype(q.dtype)
         dk = _summed(dk, k.shape[2])[:, : call.time, :, : call.key].astype(k.dtype)
         dv = _summed(dv, v.shape[2])[:, : call.time, :, : call.value].astype(v.dtype)
         dg = jnp.sum(dg.reshape(batch, heads.states, -1, *dg.shape[2:]), axis=2)
-        straddling, reads, writes, passing, d_strength = (dg[:, :, :, i] for i in range(5))
+        straddling, reads, writes, passing = (dg[:, :, :, i] for i in range(4))
         d_log = straddling + gates.suffix_sums(reads) + gates.prefix_sums_exclusive(writes)
         d_log = gates.from_chunks(d_log + jnp.sum(passing, axis=-1, keepdims=True), call.time)
         d_state = call.by_piece(d_entering)[:, 0]
         d_state = jnp.sum(d_state.reshape(batch, heads.states, -1, *d_state.shape[2:]), axis=2)
         d_arrays = (dq, dk, dv, d_log)
         if strength is not None:
-            d_arrays = (*d_arrays, gates.from_chunks(d_strength, call.time))
+            d_arrays = (*d_arrays, gates.from_chunks(dg[:, :, :, 4], call.time))
         return d_arrays, call.unpadded_state(d_state)
 
     arguments = rest if len(rest) == 6 else (None, *rest)

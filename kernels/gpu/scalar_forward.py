@@ -66,7 +66,8 @@ def forward(
     *,
     scale: float,
     out_dtype,
-) -> tuple[jax.Array, jax.Array]:
+    store: bool,
+) -> list[jax.Array]:
     """Outputs and end states.
 
     Args:
@@ -79,9 +80,11 @@ def forward(
       entering: [B * pieces, Hs, V, K] float32, transposed states entering the pieces; None: zeros.
       scale: factor on the output.
       out_dtype: dtype of the output.
+      store: also write the states that enter the chunks; only for one query a state.
 
     Returns:
-      out [B, T, Ho, V]; states after the pieces [B * pieces, Ho, V, K] float32.
+      out [B, T, Ho, V]; states after the pieces [B * pieces, Ho, V, K] float32; with
+      `store`, the states that enter the chunks [B, Hs, chunks, V, K] bfloat16.
     """
     p, dtype = plan, q.dtype
     batch, time = q.shape[:2]
@@ -94,6 +97,9 @@ def forward(
         jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), out_dtype),
         jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
     )
+    if store:
+        shape = (batch, p.heads.states, p.chunks, p.value, p.key)
+        out_type = (*out_type, jax.ShapeDtypeStruct(shape, dtype))
     feeder = p.units
     scratch = {
         "tiles": union(
@@ -118,7 +124,9 @@ def forward(
 
     def body(*refs, tiles, v_s, g_s, state_s, out_s, sum_s, numbers, full, free, begun, ready):
         (q_s, k_s), (ends_s,) = tiles
-        q_ref, k_ref, v_ref, g_ref, *rest, out_ref, last_ref = refs
+        q_ref, k_ref, v_ref, g_ref, *rest = refs
+        states_ref = rest.pop() if store else None
+        *rest, out_ref, last_ref = rest
         strength_ref = None if strength is None else rest[0]
         first_ref = None if entering is None else rest[-1]
         row, index, wg = lax.axis_index("row"), lax.axis_index("block"), lax.axis_index("wg")
@@ -173,6 +181,7 @@ def forward(
                 copy_in(first_ref.at[row, state, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])
                 first = load(ends_s.at[wg], layout=WGMMA)
+                commit_smem()
                 join(ready.at[0])
             else:
                 first = zeros((WIDTH, p.key))
@@ -182,10 +191,14 @@ def forward(
                 at = stage * p.units + wg
                 qk = stage if p.keysets == 1 else at
                 g, sums = g_s.at[at], sum_s.at[wg]
+                if store:
+                    wait_copies_out(1, wait_read_only=True)
                 state_s.at[wg][...] = s.astype(dtype)
                 barrier_wait(full.at[stage])
                 total = prefix_sums(g.at[0], sums, numbers.at[wg])
                 commit_smem()
+                if store:
+                    copy_out(state_s.at[wg], states_ref.at[b, state, start + n, columns])
                 end = sums[1, C - 1]
 
                 def write():
@@ -212,10 +225,10 @@ def forward(
                     ),
                     (s * jnp.exp2(end), written, k_s.at[qk]),
                 )
-                barrier_arrive(free.at[stage])
-                wait_copies_out(0, wait_read_only=True)
+                wait_copies_out(1 if store else 0, wait_read_only=True)
                 out_s.at[wg][...] = (out * scale).astype(out_dtype)
                 commit_smem()
+                barrier_arrive(free.at[stage])
                 tokens = ds((start + n) * C, C)
                 copy_out(out_s.at[wg], out_ref.at[b, tokens, head, columns])
                 return s

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of the scalar-decay family at the edges of chunks and pieces, on Hopper.
 
-One sweep over S^T <- e^{G_C} S^T + (f * X)^T Y, forward with X = V, Y = K and f what a write leaves at
-the chunk's end, or in reverse with X = dO, Y = Q and f what a read sees of the chunk's start, which
-gives gradients of states. It finds what the other kernels start a piece from, and, stored per chunk,
-what the backward reads instead of keeping states from the forward.
+One sweep over S^T <- e^{G_C} S^T + (f * X)^T Y, forward with X = V, Y = K and f what a write leaves
+at the chunk's end, or in reverse with X = dO, Y = Q and f what a read sees of the chunk's start,
+which gives gradients of states. It finds what the other kernels start a piece from, and, stored per
+chunk, what the backward reads instead of keeping states from the forward.
 
-Bytes: x and y read once (y again for each further pair of units of a head), and K V 2 bytes written a
-chunk and state where states are stored. FLOPs a unit and chunk: 2 C K 64.
+Bytes: x and y read once (y again for each further pair of units of a head), and K V 2 bytes written
+a chunk and state where states are stored. FLOPs a unit and chunk: 2 C K 64.
 """
 
 import jax
@@ -182,6 +182,7 @@ def sweep(
                 written = load(x_s.at[at].T, layout=WGMMA).astype(jnp.float32)
                 written = (written * per_column(factor, (WIDTH, C))).astype(dtype)
                 (s,) = accumulate((s * jnp.exp2(end), written, y_s.at[y_at]))
+                commit_smem()
                 barrier_arrive(free.at[stage])
                 return s
 

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the delta rule's GPU kernels share: products that add to a tile, decays, cuts of work."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from seqmix_kernels.gpu._common import (
+    CHUNK,
+    COLS,
+    MULTIPROCESSORS,
+    ROWS,
+    commit_smem,
+    load,
+    per_column,
+    per_row,
+    pl,
+    plgpu,
+    zeros,
+)
+from seqmix_kernels.options import Heads
+from seqmix_kernels.target import target
+
+C = CHUNK
+WIDTH = 64
+"""Value columns of a unit: what one warpgroup keeps the state of."""
+PIECE_CHUNKS = 16
+"""A piece has at least as many chunks: finding its transition costs as much as going through it."""
+SQUARE = (C, C)
+
+
+def accumulated(*terms: tuple[Any, Sequence[tuple[Any, Any]]]) -> list[jax.Array]:
+    """Tiles ``start + a @ b + ...``, issued together and awaited once.
+
+    Args:
+      *terms: (start, products) each: start a float32 tile in registers or a shape (then zeros), and
+        (a, b) as in `_common.overlapped`.
+    """
+    if target().interpret:  # the interpreter has no left operand in registers
+        sums = [_plain(start, pairs) for start, pairs in terms]
+        commit_smem()  # the tensor cores read memory as TMA does, these products do not
+        return sums
+
+    def issue(sums):
+        for total, (_, pairs) in zip(sums, terms, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(total, a, b)
+
+    def issue_and_read(*sums):
+        issue(sums)
+        return tuple(total[...] for total in sums)
+
+    if all(isinstance(start, tuple) for start, _ in terms):
+        fresh = (plgpu.ACC(start, jnp.float32) for start, _ in terms)
+        sums = pl.run_scoped(issue_and_read, *fresh)
+    else:
+        starts = [zeros(s) if isinstance(s, tuple) else s for s, _ in terms]
+        sums = pl.run_state(issue)(tuple(plgpu.ACC.init(s) for s in starts))
+    # A wait for the tensor cores is no data dependence: without a barrier the compiler may move
+    # arithmetic on a sum before it.
+    return [lax.optimization_barrier(x) for x in sums]
+
+
+def _plain(start, pairs):
+    total = 0.0 if isinstance(start, tuple) else start
+    for a, b in pairs:
+        a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
+        total += jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+    return total
+
+
+def products(*pairs: tuple[Any, Any]) -> list[jax.Array]:
+    """Products ``a @ b``, issued together and awaited once."""
+    return accumulated(*(((a.shape[0], b.shape[1]), [(a, b)]) for a, b in pairs))
+
+
+def matmul(a: Any, b: Any) -> jax.Array:
+    """``a @ b``."""
+    return products((a, b))[0]
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 tile as a sum of two bfloat16 tiles; what is lost is below 2^-16 of it."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def lower_decay(gates, *, strict: bool) -> jax.Array:
+    """[i, j] decay from token j to token i, zero where j is later, or i itself if `strict`.
+
+    Args:
+      gates: four vectors in shared memory: high and low sums to read by row, then by column.
+      strict: whether the diagonal is zero too.
+    """
+    high, low = load(gates.at[0], layout=ROWS), load(gates.at[1], layout=ROWS)
+    high_c, low_c = load(gates.at[2], layout=COLS), load(gates.at[3], layout=COLS)
+    power = (per_row(high, SQUARE) - per_column(high_c, SQUARE)) + (
+        per_row(low, SQUARE) - per_column(low_c, SQUARE)
+    )
+    return jnp.exp2(jnp.where(lower_mask(strict=strict), power, -jnp.inf))
+
+
+def upper_decay(gates, *, strict: bool) -> jax.Array:
+    """The transpose of `lower_decay`: [j, i]."""
+    high, low = load(gates.at[0], layout=ROWS), load(gates.at[1], layout=ROWS)
+    high_c, low_c = load(gates.at[2], layout=COLS), load(gates.at[3], layout=COLS)
+    power = (per_column(high_c, SQUARE) - per_row(high, SQUARE)) + (
+        per_column(low_c, SQUARE) - per_row(low, SQUARE)
+    )
+    return jnp.exp2(jnp.where(upper_mask(strict=strict), power, -jnp.inf))
+
+
+def zero_rows() -> jax.Array:
+    """Zeros, one a row."""
+    return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROWS)
+
+
+def unknown_zero(gates) -> jax.Array:
+    """An int32 zero that the compiler cannot know: sums of log-decays are not above 0.
+
+    Added to the indices of tiles. Swizzled addresses are many to a tile, and where they do not
+    change the compiler computes them all before the loop over the chunks: it runs out of registers.
+
+    Args:
+      gates: vectors as in `lower_decay`.
+    """
+    return jnp.where(gates[2, 0] > 1.0, 1, 0)
+
+
+def rows_and_columns() -> tuple[jax.Array, jax.Array]:
+    """Row and column numbers of a [64, 64] tile, as float32; to be called where they are used.
+
+    Behind a barrier: the compiler would otherwise make every mask before the loop over the chunks,
+    and keep a register an element for each.
+    """
+    rows = lax.optimization_barrier(_counted(ROWS))
+    return per_row(rows, SQUARE), per_column(_counted(COLS), SQUARE)
+
+
+def _counted(layout) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout).astype(jnp.float32)
+
+
+def lower_mask(*, strict: bool) -> jax.Array:
+    """[i, j] whether i >= j, or i > j."""
+    row, column = rows_and_columns()
+    return row > column if strict else row >= column
+
+
+def upper_mask(*, strict: bool) -> jax.Array:
+    """[j, i] whether i >= j, or i > j."""
+    row, column = rows_and_columns()
+    return column > row if strict else column >= row
+
+
+class Plan(NamedTuple):
+    """How the work is cut up.
+
+    Attributes:
+      heads: grouping of the heads.
+      key: K, 64 or 128.
+      value: V, a multiple of 64.
+      chunks: chunks of a row.
+      pieces: pieces of a row.
+      units: units of a block, 1 or 2.
+      sets: heads of a block: 1 where its units are columns of one head, else one a unit.
+    """
+
+    heads: Heads
+    key: int
+    value: int
+    chunks: int
+    pieces: int
+    units: int
+    sets: int
+
+    @property
+    def columns(self) -> int:
+        """Units of an output head."""
+        return self.value // WIDTH
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a piece."""
+        return self.heads.outputs * self.columns // self.units
+
+    @property
+    def piece_chunks(self) -> int:
+        """Chunks of a piece; the last may have fewer."""
+        return -(-self.chunks // self.pieces)
+
+
+def plan(heads: Heads, batch: int, chunks: int, key: int, value: int) -> Plan:
+    """The cut for a call: pairs of units where they fill the chip, pieces where they do not."""
+    columns = value // WIDTH
+    total = heads.outputs * columns
+    units, sets = 2 if columns % 2 == 0 else 1, 1
+    if units == 2 and batch * total <= MULTIPROCESSORS and chunks < 256:
+        units = 1  # pieces cost a pass over the row: better blocks of one unit
+    blocks = batch * total // units
+    pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // PIECE_CHUNKS))
+    pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
+    return Plan(heads, key, value, chunks, pieces, units, sets)
+
+
+class Place(NamedTuple):
+    """Where a unit reads and writes: head numbers, and its first value column."""
+
+    out: Any
+    state: Any
+    key: Any
+    query: Any
+    column: Any
+
+
+def place(plan: Plan, block, unit) -> Place:
+    """The place of a block's unit; both may be traced."""
+    heads = plan.heads
+    number = block * plan.units + unit
+    out = lax.div(number, plan.columns)
+    column = lax.rem(number, plan.columns) * WIDTH
+    state = lax.div(out, heads.queries)
+    key = lax.div(state, heads.values)
+    query = key * heads.queries + lax.rem(out, heads.queries)
+    return Place(out, state, key, query, column)

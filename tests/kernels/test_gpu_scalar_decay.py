@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels of the scalar-decay family: in the interpreter, and lowered for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import seqmix_kernels
+from seqmix import mixers
+from seqmix_kernels.gpu import gates
+from tests.mixers.cases import MIXERS, Shape, draw, draw_segments, draw_state
+from tests.mixers.parity import (
+    BFLOAT16_BAR,
+    assert_within,
+    draw_cotangents,
+    evaluate,
+    reference,
+    relative_error,
+)
+
+
+def check(name, shape, *, packed=True, extreme=False, impl="pallas@gpu"):
+    """Output, state, every gradient against the float64 recurrence of the same bfloat16 inputs."""
+    mixer = MIXERS[name]
+    arrays = {
+        n: np.asarray(jnp.asarray(a, "float32" if n in mixer.float32 else "bfloat16"), np.float64)
+        for n, a in draw(mixer, shape, extreme=extreme).items()
+    }
+    state = draw_state(mixer, shape)
+    segments = draw_segments(shape) if packed else None
+    cotangents = draw_cotangents(mixer, arrays, mixer.state(shape))
+    want = reference(mixer, arrays, state, segments, cotangents)
+    got = evaluate(mixer, impl, arrays, state, segments, cotangents, jnp.bfloat16)
+    if not extreme:
+        assert_within(got, want, BFLOAT16_BAR)
+        return
+    # Where decays are strong little is left of some gradients, and more of bfloat16's rounding.
+    known = evaluate(mixer, "chunked", arrays, state, segments, cotangents, jnp.bfloat16)
+    for n, exact in want.items():
+        bar = max(BFLOAT16_BAR, relative_error(known[n], exact))
+        assert relative_error(got[n], exact) <= bar, n
+
+
+def test_grouped_packed_with_states_and_strong_decays():
+    """K and V off the tile, T off the chunk, an odd number of heads that share one key head."""
+    shape = Shape(batch=1, time=70, heads=(1, 1, 3), key=40, value=72)
+    check("simple_gla", shape, extreme=True)
+
+
+def test_a_row_cut_into_pieces():
+    check("simple_gla", Shape(batch=1, time=600, heads=(1, 1, 1), key=64, value=64))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        # Write strengths, and two units of one group that add their dq and dk.
+        ("ssd", Shape(batch=1, time=128, heads=(1, 1, 2), key=64, value=64)),
+        pytest.param(
+            "simple_gla",
+            Shape(batch=2, time=64, heads=(4, 2, 2), key=64, value=64),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "simple_gla",
+            Shape(batch=1, time=130, heads=(1, 1, 1), key=128, value=128),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "retention",
+            Shape(batch=1, time=1, heads=(2, 2, 2), key=64, value=64),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "lightning_attention",
+            Shape(batch=1, time=65, heads=(1, 1, 2), key=64, value=64),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_against_the_recurrence(name, shape):
+    check(name, shape)
+
+
+def _lower(heads, key, value, *, batch=2, time=256, dtype=jnp.bfloat16, packed=False):
+    queries, keys, values = heads
+    states = max(keys, values)
+
+    def loss(q, k, v, log_decay, state, ids):
+        out, final = mixers.simple_gla(
+            q, k, v, log_decay, initial_state=state, segment_ids=ids, impl="pallas"
+        )
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(final)
+
+    rows = (batch, time)
+    arguments = [
+        jax.ShapeDtypeStruct((*rows, queries, key), dtype),
+        jax.ShapeDtypeStruct((*rows, keys, key), dtype),
+        jax.ShapeDtypeStruct((*rows, values, value), dtype),
+        jax.ShapeDtypeStruct((*rows, states), jnp.float32),
+        jax.ShapeDtypeStruct((batch, states, key, value), jnp.float32),
+        jax.ShapeDtypeStruct(rows, jnp.int32) if packed else None,
+    ]
+    with seqmix_kernels.compile_for("gpu"):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("heads", "key", "value"),
+    [
+        ((2, 2, 2), 128, 128),
+        pytest.param((2, 2, 2), 64, 64, marks=pytest.mark.slow),
+        pytest.param((1, 1, 4), 128, 64, marks=pytest.mark.slow),
+        pytest.param((1, 1, 3), 64, 64, marks=pytest.mark.slow),
+        pytest.param((4, 2, 2), 64, 64, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), 128, 256, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), 100, 60, marks=pytest.mark.slow),
+    ],
+)
+def test_lowers_for_cuda(heads, key, value):
+    text = _lower(heads, key, value, packed=True)
+    assert text.count("mosaic_gpu") >= 2  # one kernel each way at least
+
+
+@pytest.mark.slow
+def test_no_race():
+    """Two units with tiles of their own, and two that exchange their parts of dq and dk."""
+    shape = Shape(batch=1, time=128, heads=(2, 2, 2), key=64, value=64)
+    arrays, state = draw(MIXERS["simple_gla"], shape), draw_state(MIXERS["simple_gla"], shape)
+    low = {
+        n: jnp.asarray(a, "float32" if n == "log_decay" else "bfloat16") for n, a in arrays.items()
+    }
+    for keys in (2, 1):
+        inputs = low | {n: low[n][:, :, :keys] for n in ("q", "k")}
+
+        def loss(inputs, state):
+            out, final = mixers.simple_gla(**inputs, initial_state=state, impl="pallas")
+            return jnp.sum(out.astype(jnp.float32)) + jnp.sum(final)
+
+        with seqmix_kernels.compile_for("gpu", interpret="races"):
+            value, _ = jax.jit(jax.value_and_grad(loss))(inputs, jnp.asarray(state, jnp.float32))
+        assert np.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"dtype": jnp.float32}, "tensor cores read bfloat16"),
+        ({"key": 192}, "at most 128 keys, not 192"),
+    ],
+)
+def test_refusals_name_the_rule(change, rule):
+    with pytest.raises(ValueError, match=rule):
+        _lower((1, 1, 1), **({"key": 64, "value": 64} | change))
+
+
+def test_log2_sums_keep_digits_behind_strong_decays():
+    rng = np.random.default_rng(0)
+    decay = -np.exp(rng.normal(size=(1, 64, 1)) - 2)
+    decay[:, ::7] = -(10.0 ** rng.uniform(1, 4, size=decay[:, ::7].shape))
+    high, low = (
+        np.asarray(x, np.float64)[0, 0, 0] for x in gates.chunk_sums(jnp.asarray(decay), None)
+    )
+    clipped = np.maximum(decay[0, :, 0].astype(np.float32) * np.log2(np.e), -256)
+    for i in range(64):
+        for j in range(i):
+            exact = clipped[j + 1 : i + 1].sum()
+            assert abs((high[i] - high[j]) + (low[i] - low[j]) - exact) < 1e-5 * max(1, abs(exact))
+
+
+def test_a_document_starts_from_nothing():
+    ids = jnp.asarray([[0, 0, 1, 1, 1]])
+    log2 = gates.chunk_log2(jnp.full((1, 5, 1), -0.5), ids)
+    assert log2.shape == (1, 1, 1, 64)
+    assert float(log2[0, 0, 0, 2]) == -256
+    np.testing.assert_allclose(log2[0, 0, 0, [0, 1, 3, 4]], -0.5 * np.log2(np.e), rtol=1e-6)

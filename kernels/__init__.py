@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pallas kernels of seqmix, installed as the import package ``seqmix_kernels``.
 
-Only ``seqmix.mixers`` calls them; they know nothing of Flax. A family is one module of the same name
+Only ``seqmix.mixers`` calls them; they know nothing of Flax. A family is one module of that name
 under ``tpu`` and ``gpu`` with three functions, of which ``seqmix.mixers`` makes one differentiable
 function: ``refusal`` (why it cannot take a call, or None), ``forward`` and ``backward``.
 """

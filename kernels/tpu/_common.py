@@ -21,14 +21,17 @@ CostEstimate = pl.CostEstimate
 InterpretParams = pltpu.InterpretParams
 ceil_div = pl.cdiv
 program_id = pl.program_id
+roll = pltpu.roll
 num_programs = pl.num_programs
 slice_of = pl.ds
+multiple_of = pl.multiple_of
 when = pl.when
 
 LANES = 128
 SUBLANES = 8
-# What a kernel may ask for: half of the smallest chip's VMEM (64 MiB, tpu7x).
-VMEM_LIMIT = 32 * 2**20
+# What a kernel may ask for on every chip: v5p and tpu7x have 64 MiB of it a core.
+VMEM_LIMIT = 48 * 2**20
+RESET = -1e5  # a log-decay whose exponential is 0, and stays so in any sum
 
 
 def vmem(shape: Sequence[int], dtype: Any = jnp.float32) -> Any:
@@ -202,3 +205,84 @@ def lower_mask(size: int, *, strict: bool = False) -> jax.Array:
     """[size, size] bool, true on and below the diagonal (below it only when `strict`)."""
     rows, columns = iota((size, size), 0), iota((size, size), 1)
     return rows > columns if strict else rows >= columns
+
+
+def restarts(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
+    """Log-decays with an exact 0 decay where a document starts, so that kernels see no documents.
+
+    Every sum of log-decays from one document into another then holds -1e5, whose exponential is 0
+    whatever else is added; sums within a document do not meet it.
+
+    Args:
+      log_decay: [B, T, ...] float32, finite.
+      run: [B, T] int32 document numbers, or None.
+    """
+    if run is None:
+        return log_decay
+    starts = jnp.diff(run, axis=1, prepend=jnp.zeros_like(run[:, :1])) != 0
+    starts = starts.reshape(*starts.shape, *[1] * (log_decay.ndim - 2))
+    return jnp.where(starts, jnp.float32(RESET), log_decay)
+
+
+def pieces(x: jax.Array, count: int) -> list[jax.Array]:
+    """Cuts float32 numbers into numbers that bfloat16 holds; three make up all 24 bits."""
+    parts = []
+    for _ in range(count):
+        part = x.astype(jnp.bfloat16).astype(jnp.float32)
+        parts.append(part)
+        x = x - part
+    return parts
+
+
+def range_sums(row: jax.Array, lower: jax.Array, ones: jax.Array, count: int = 3) -> jax.Array:
+    """Sums over every range of a chunk, each from its own terms: nothing is subtracted.
+
+    Args:
+      row: [1, C] float32.
+      lower: `lower_mask(C)`.
+      ones: `later_ones(C)`.
+      count: how many `pieces` of the row are summed, one pass of the matrix unit each; with 3, only
+        the sums are rounded.
+
+    Returns:
+      [C, C] with entry (i, j) = sum of row over j < t <= i; 0 where i <= j.
+    """
+    parts = [jnp.where(lower, part, 0.0).astype(jnp.bfloat16) for part in pieces(row, count)]
+    return sum(dot(part, ones) for part in parts)
+
+
+def straddling_sums(
+    pairs: jax.Array, lower: jax.Array, ones: jax.Array, count: int = 3
+) -> jax.Array:
+    """For each t, the sum of pairs[i, j] over i >= t > j: the transpose of `range_sums`.
+
+    Args:
+      pairs: [C, C] float32, 0 where i <= j or anything that may be summed as a pair.
+      lower: `lower_mask(C)`.
+      ones: `later_ones(C)`.
+      count: how many `pieces` of the pairs are summed.
+
+    Returns:
+      [1, C].
+    """
+    left = sum(dot(part.astype(jnp.bfloat16), ones, 1, 1) for part in pieces(pairs, count))
+    return jnp.sum(jnp.where(lower, left, 0.0), axis=0, keepdims=True)
+
+
+def later_ones(size: int) -> jax.Array:
+    """[size, size] bfloat16 ones where the row is later than the column."""
+    return jnp.where(lower_mask(size, strict=True), 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def as_column(row: jax.Array) -> jax.Array:
+    """[1, C] -> [C, 1]."""
+    square = (row.shape[1], row.shape[1])
+    return jnp.sum(jnp.where(iota(square, 0) == iota(square, 1), row, 0.0), axis=1, keepdims=True)
+
+
+def as_row(column: jax.Array) -> jax.Array:
+    """[C, 1] -> [1, C]."""
+    square = (column.shape[0], column.shape[0])
+    return jnp.sum(
+        jnp.where(iota(square, 0) == iota(square, 1), column, 0.0), axis=0, keepdims=True
+    )

@@ -13,6 +13,17 @@ GateOrder = Literal["gate_then_norm", "norm_then_gate"]
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
+def in_eights(x: jax.Array) -> jax.Array:
+    """Views [B, T, H, K] as [B, T / 8, 8, H, K] where 8 divides T.
+
+    For norms of heads: on a TPU the tokens of a tile then stay together, as projections and kernels
+    have them, where XLA would otherwise put heads before tokens and copy the array at each kernel.
+    """
+    if x.ndim != 4 or x.shape[1] % 8:
+        return x
+    return x.reshape(x.shape[0], -1, 8, *x.shape[2:])
+
+
 def rms_normalise(x: jax.Array, epsilon: float) -> jax.Array:
     """Computes x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 whatever comes in."""
     x = x.astype(jnp.float32)
@@ -24,9 +35,9 @@ def l2_normalise(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
 
     The epsilon stands inside the root, as in flash-linear-attention and Qwen3-Next.
     """
-    y = x.astype(jnp.float32)
+    y = in_eights(x).astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + epsilon)
-    return y.astype(x.dtype)
+    return y.astype(x.dtype).reshape(x.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -54,8 +65,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] of any dtype to [..., width] in the compute dtype."""
         scale = self.scale[...].astype(jnp.float32)
-        y = rms_normalise(x, self.epsilon) * (1.0 + scale if self.zero_centred else scale)
-        return y.astype(self.dtype)
+        y = rms_normalise(in_eights(x), self.epsilon)
+        y = y * (1.0 + scale if self.zero_centred else scale)
+        return y.astype(self.dtype).reshape(x.shape)
 
 
 class GatedRMSNorm(nnx.Module):
@@ -115,15 +127,18 @@ class GatedRMSNorm(nnx.Module):
         Returns:
           [..., width] in the compute dtype.
         """
+        shape, scale = x.shape, self.scale[...].astype(jnp.float32)
+        if x.ndim == 4:  # heads side by side; see `in_eights`
+            x, gate = (y.reshape(*shape[:2], -1) for y in (x, gate))
+            scale = jnp.tile(scale, shape[2])
         x, gate = x.astype(jnp.float32), _ACTIVATIONS[self.activation](gate.astype(jnp.float32))
         if self.order == "gate_then_norm":
             x = x * gate
         grouped = x.reshape(*x.shape[:-1], -1, self.group_size)
-        y = rms_normalise(grouped, self.epsilon).reshape(x.shape)
-        y = y * self.scale[...].astype(jnp.float32)
+        y = rms_normalise(in_eights(grouped), self.epsilon).reshape(x.shape) * scale
         if self.order == "norm_then_gate":
             y = y * gate
-        return y.astype(self.dtype)
+        return y.astype(self.dtype).reshape(shape)
 
 
 class GroupNorm(nnx.Module):
@@ -154,7 +169,7 @@ class GroupNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] of any dtype to [..., width] in the compute dtype."""
-        y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
+        y = in_eights(x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1))
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = rms_normalise(y, self.epsilon).reshape(x.shape)
         y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)

@@ -4,15 +4,16 @@
 A kernel module of `seqmix_kernels` has::
 
     refusal(options, arrays) -> str | None
-    forward(options, interpret, shared, *arrays, state, run) -> (out, final, residuals)
+    forward(options, interpret, shared, *arrays, state, run, keep=keep)
+        -> (out, final, residuals)
     backward(options, interpret, shared, *arrays, state, run, residuals, d_out, d_final)
         -> (d_shared, d_arrays, d_state)
 
-with `arrays` the family's [B, T, ...] inputs and `shared` its parameters without batch and time, both
-tuples; `state` the initial state [B, ...] in float32, `run` [B, T] int32 document numbers or None;
-every result, `residuals` included, a tree of arrays with leading axis B (`d_shared` too: one
-contribution a row, summed here). `options` is static. Gradients have the dtypes of what they belong
-to.
+with `arrays` the family's [B, T, ...] inputs and `shared` its parameters without batch and time,
+both tuples; `state` the initial state [B, ...] in float32, `run` [B, T] int32 document numbers or
+None; every result, `residuals` included, a tree of arrays with leading axis B (`d_shared` too: one
+contribution a row, summed here). `options` is static, `keep` says whether residuals are wanted.
+Gradients have the dtypes of what they belong to.
 """
 
 import functools
@@ -22,7 +23,10 @@ import jax
 import jax.numpy as jnp
 
 import seqmix_kernels
+from seqmix.mixers._checks import Heads
 from seqmix.rows import on_own_rows, rows_on, rows_sharding
+from seqmix_kernels.options import Heads as KernelHeads
+from seqmix_kernels.options import Options
 
 
 class _Call(NamedTuple):
@@ -39,6 +43,12 @@ class _Call(NamedTuple):
     options: Any
     target: seqmix_kernels.Target
     rows: Any
+
+
+def options(heads: Heads, scale: float, out_dtype: Any, chunk_size: int | None) -> Options:
+    """Options of a matrix-state family, with heads as the kernels know them."""
+    heads = KernelHeads(heads.keys, heads.values, heads.queries)
+    return Options(heads, scale, jnp.dtype(out_dtype), chunk_size)
 
 
 def has(family: str, feature: str) -> bool:
@@ -73,12 +83,12 @@ def run(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(call, shared, arrays, state, documents):
-    out, final, _ = _on_rows(call, "forward", shared, arrays, state, documents)
+    out, final, _ = _on_rows(call, "forward", shared, arrays, state, documents, keep=False)
     return out, final
 
 
 def _forward(call, shared, arrays, state, documents):
-    out, final, kept = _on_rows(call, "forward", shared, arrays, state, documents)
+    out, final, kept = _on_rows(call, "forward", shared, arrays, state, documents, keep=True)
     return (out, final), (shared, arrays, state, documents, kept)
 
 
@@ -97,14 +107,21 @@ def _backward(call, residuals, cotangents):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _on_rows(call, direction, shared, arrays, state, documents, *rest):
+def _on_rows(call, direction, shared, arrays, state, documents, *rest, **flags):
     """Runs one direction of the kernel on each device's own rows."""
     with seqmix_kernels.compile_for(call.target.platform, interpret=call.target.interpret):
         function = getattr(seqmix_kernels.family(call.family), direction)
 
         def local(shared, arrays, state, documents, *rest):
             return function(
-                call.options, call.target.interpret, shared, *arrays, state, documents, *rest
+                call.options,
+                call.target.interpret,
+                shared,
+                *arrays,
+                state,
+                documents,
+                *rest,
+                **flags,
             )
 
         with rows_on(call.rows):

@@ -59,8 +59,11 @@ def mask_padding(segment_ids: SegmentIds | None, *arrays: jax.Array) -> tuple[ja
     """Zeroes [B, T, ...] arrays at padding, whatever stands there (NaN included)."""
     if segment_ids is None:
         return arrays
-    real = segment_ids != 0
-    return tuple(
-        jnp.where(real.reshape(real.shape + (1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
-        for a in arrays
-    )
+    real = (segment_ids != 0)[..., None]
+
+    def masked(a):
+        # Heads side by side: in the view [B, T, H, K] a TPU would put heads before tokens.
+        flat = a.reshape(*a.shape[:2], -1)
+        return jnp.where(real, flat, jnp.zeros((), a.dtype)).reshape(a.shape)
+
+    return tuple(masked(a) for a in arrays)

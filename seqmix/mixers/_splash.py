@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import seqmix_kernels
 from seqmix.mixers.kv_cache import KVCache, Placement
 
 # Splash lists its blocks on the host, in time quadratic in T: some 10 s here, once per shape.
@@ -34,8 +35,9 @@ def refusal(
     prefix: int = 0,
 ) -> str | None:
     """Why Splash cannot take a call of `mixers.attention`, or None."""
-    if jax.default_backend() != "tpu":
-        return f"the backend is '{jax.default_backend()}', not 'tpu'"
+    platform = seqmix_kernels.target().platform
+    if platform != "tpu":
+        return f"the backend is '{platform}', not 'tpu'"
     return _unsupported(q, k, v, causal, sinks, cache, prefix)
 
 

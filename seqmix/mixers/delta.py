@@ -42,7 +42,6 @@ from seqmix.mixers._numerics import (
     varying_like,
 )
 from seqmix.mixers.scalar_decay import log_decay_gradient
-from seqmix_kernels.options import Options
 
 FAMILY = "delta"
 IMPLEMENTATIONS = ("recurrent", "chunked")
@@ -92,7 +91,7 @@ def scan(
     state = varying_like(state, q, k, v, log_decay, beta)
     log_decay = clean_log_decay(log_decay.astype(dtype))
     beta = beta.astype(dtype)
-    options = Options(heads, float(scale), jnp.dtype(v.dtype), chunk_size)
+    options = _pallas.options(heads, float(scale), jnp.dtype(v.dtype), chunk_size)
     arrays = (q, k, v, log_decay, beta)
     impl = choose(
         mixer,

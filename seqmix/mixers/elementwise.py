@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from seqmix.mixers import _chunks as chunks
+from seqmix.mixers import _pallas
 from seqmix.mixers._numerics import varying_like
 from seqmix.mixers._segments import runs
 from seqmix.typing import SegmentIds
@@ -105,6 +106,35 @@ def scan(
     cut = _cut(jax.tree.leaves(tokens)[0].shape[1], chunk_size)
     static = (family, cut, jnp.dtype(out_dtype))
     return _chunked(static, tokens, parameters, _padded_marks(marks, cut), state)
+
+
+def run_kernel(
+    family: str,
+    tokens: tuple[jax.Array, ...],
+    state: jax.Array,
+    marks: jax.Array | None = None,
+    parameters: tuple[jax.Array | None, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the Pallas kernel of a parametrisation, which has not refused.
+
+    Args:
+      family: name of the kernel module.
+      tokens: [B, T, ...] each, floating; padding has been zeroed by the caller.
+      state: [B, *S] float32.
+      marks: [B, T] int8, see `document_marks`.
+      parameters: without batch and time; None where there is none.
+
+    Returns:
+      out [B, T, D]; final state [B, *S].
+    """
+    given = tuple(varying_like(p, *tokens, state) for p in parameters if p is not None)
+    state = varying_like(state, *tokens, *given)
+    return _pallas.run(family, None, tokens, state, marks, given)
+
+
+def with_resets(log_decay: jax.Array, marks: jax.Array) -> jax.Array:
+    """Log-decays [B, T, D] whose exponential is 0 at the marks START [B, T]."""
+    return jnp.where(marks[..., None] == START, jnp.asarray(_RESET, log_decay.dtype), log_decay)
 
 
 def _cut(time: int, chunk_size: int | None) -> chunks.Layout:

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import vector_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._numerics import operand_dtype
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import MatrixState, Queries, SegmentIds, Values
@@ -56,7 +55,6 @@ def hgrn2(
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, heads.states, width, v.shape[-1]), "B H K V")
-    impl = choose(name, impl, vector_decay.IMPLEMENTATIONS, time=time)
     q, v, log_decay = mask_padding(segment_ids, q, v, log_decay)
     out, state = vector_decay.scan(
         q,
@@ -68,6 +66,7 @@ def hgrn2(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return mask_padding(segment_ids, out)[0], state

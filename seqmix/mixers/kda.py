@@ -6,7 +6,6 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import vector_delta
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import HeadGates, Keys, MatrixState, Queries, SegmentIds, Values
 
@@ -63,7 +62,6 @@ def kda(
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, heads.states, width, v.shape[-1]), "B H K V")
-    impl = choose(name, impl, vector_delta.IMPLEMENTATIONS, time=time)
     q, k, v, log_decay, beta = mask_padding(segment_ids, q, k, v, log_decay, beta)
     out, state = vector_delta.scan(
         q,
@@ -76,6 +74,7 @@ def kda(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return mask_padding(segment_ids, out)[0], state

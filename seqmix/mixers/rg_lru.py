@@ -7,11 +7,12 @@ from jaxtyping import Array, Bool, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import elementwise
-from seqmix.mixers._dispatch import choose
+from seqmix.mixers._dispatch import choose, kernel_refusal
 from seqmix.mixers._numerics import state_dtype
 from seqmix.mixers._segments import last_real_index, mask_padding
 from seqmix.typing import Channels, SegmentIds
 
+FAMILY = "linear_scan"
 _MAX_ROOT_DERIVATIVE = 1000.0
 
 
@@ -42,8 +43,8 @@ def rg_lru(
         None: where the row's initial state is not all zero, which is what a document leaves behind
         unless every input was 0.
       segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
-      chunk_size: tokens per chunk, None for 64 on a CPU and 16 elsewhere. Changes speed and
-        rounding only.
+      chunk_size: tokens per chunk, None for 64 on a CPU and 16 elsewhere; a kernel has its own.
+        Changes speed and rounding only.
       impl: 'recurrent', 'associative', 'chunked', 'pallas' or 'auto'.
 
     Returns:
@@ -68,7 +69,13 @@ def rg_lru(
             f"{name}: continues must be bool [B] = [{batch}], got {continues.dtype} "
             f"{list(continues.shape)}"
         )
-    impl = choose(name, impl, elementwise.IMPLEMENTATIONS, time=time)
+    impl = choose(
+        name,
+        impl,
+        elementwise.IMPLEMENTATIONS,
+        time=time,
+        refusal=lambda: kernel_refusal(FAMILY, batch, None, (x, log_a)),
+    )
 
     dtype = state_dtype(x, log_a)
     if initial_state is None:
@@ -77,16 +84,23 @@ def rg_lru(
         state = initial_state.astype(dtype)
         if continues is None:
             continues = jnp.any(state != 0, axis=1)
-    out, state = elementwise.scan(
-        _FAMILY,
-        mask_padding(segment_ids, x, log_a),
-        (),
-        initial_state=state,
-        marks=_marks(segment_ids, continues, time),
-        chunk_size=chunk_size,
-        impl=impl,
-        out_dtype=x.dtype,
-    )
+    x, log_a = mask_padding(segment_ids, x, log_a)
+    marks = _marks(segment_ids, continues, time)
+    if impl == "pallas":
+        # A reset is a decay of 0, which also writes the input whole.
+        log_a = elementwise.with_resets(log_a, marks)
+        out, state = elementwise.run_kernel(FAMILY, (x, log_a), state)
+    else:
+        out, state = elementwise.scan(
+            _MAPS,
+            (x, log_a),
+            (),
+            initial_state=state,
+            marks=marks,
+            chunk_size=chunk_size,
+            impl=impl,
+            out_dtype=x.dtype,
+        )
     return mask_padding(segment_ids, out)[0], state
 
 
@@ -126,4 +140,4 @@ def _read(state, tokens, parameters):
     return state
 
 
-_FAMILY = elementwise.Family(_write, _read)
+_MAPS = elementwise.Family(_write, _read)

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import vector_decay
-from seqmix.mixers._dispatch import choose
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import Keys, MatrixState, Queries, SegmentIds, Values
 
@@ -118,7 +117,6 @@ def _check_rest(name, heads, k, v, log_decay, bonus, initial_state, segment_ids,
 def _run(
     name, heads, r, k, v, log_decay, bonus, scale, initial_state, segment_ids, chunk_size, impl
 ):
-    impl = choose(name, impl, vector_decay.IMPLEMENTATIONS, time=r.shape[1])
     r, k, v, log_decay = mask_padding(segment_ids, r, k, v, log_decay)
     out, state = vector_decay.scan(
         r,
@@ -131,6 +129,7 @@ def _run(
         initial_state=initial_state,
         run=None if segment_ids is None else runs(segment_ids),
         chunk_size=chunk_size,
+        mixer=name,
         impl=impl,
     )
     return mask_padding(segment_ids, out)[0], state

@@ -46,7 +46,6 @@ from seqmix.mixers._numerics import (
     suffix_sums,
     varying_like,
 )
-from seqmix_kernels.options import Options
 
 FAMILY = "scalar_decay"
 IMPLEMENTATIONS = ("recurrent", "associative", "chunked", "quadratic")
@@ -86,8 +85,8 @@ def scan(
       run: [B, T] document numbers or None.
       chunk_size: C, None for 64 (128 with a second-order kernel).
       mixer: name of the calling mixer, for messages.
-      impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'. 'quadratic' is the masked-attention form, one
-        chunk of T tokens.
+      impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'. 'quadratic' is the masked-attention form,
+        one chunk of T tokens.
       kernel: weight of a pair of tokens; K of the state is its number of features.
       strength: [B, T, Hs] float32 factors of what tokens write, or None for 1.
       out_dtype: dtype of the output, None for v's.
@@ -107,7 +106,7 @@ def scan(
     state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
     state = varying_like(state, q, k, v, log_decay)
     log_decay = clean_log_decay(log_decay.astype(dtype))
-    options = Options(heads, float(scale), out_dtype, chunk_size)
+    options = _pallas.options(heads, float(scale), out_dtype, chunk_size)
     arrays = (q.astype(low), k.astype(low), v.astype(low), log_decay)
 
     def refusal():

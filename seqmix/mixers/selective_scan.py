@@ -6,10 +6,12 @@ from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
 from seqmix.mixers import elementwise
-from seqmix.mixers._dispatch import choose
+from seqmix.mixers._dispatch import choose, kernel_refusal
 from seqmix.mixers._numerics import state_dtype
 from seqmix.mixers._segments import mask_padding
 from seqmix.typing import Channels, SegmentIds
+
+FAMILY = "selective_scan"
 
 
 def selective_scan(
@@ -39,8 +41,8 @@ def selective_scan(
       D: [D] float, skip connection; None for none.
       initial_state: [B, D, N], state of each row's first document; None for zeros.
       segment_ids: [B, T] integers; see `seqmix.typing`. None: each row is one document.
-      chunk_size: tokens per chunk, None for 64 on a CPU and 16 elsewhere. Changes speed and
-        rounding only.
+      chunk_size: tokens per chunk, None for 64 on a CPU and 16 elsewhere; a kernel has its own.
+        Changes speed and rounding only.
       impl: 'recurrent', 'associative', 'chunked', 'pallas' or 'auto'. 'associative' holds
         [B, T, D, N] in memory.
 
@@ -69,20 +71,32 @@ def selective_scan(
     check.segments(name, segment_ids, batch, time)
     check.positive(name, "chunk_size", chunk_size)
     check.state(name, initial_state, (batch, width, size), "B D N")
-    impl = choose(name, impl, elementwise.IMPLEMENTATIONS, time=time)
+    impl = choose(
+        name,
+        impl,
+        elementwise.IMPLEMENTATIONS,
+        time=time,
+        refusal=lambda: kernel_refusal(FAMILY, batch, None, (x, dt, B, C)),
+    )
 
     dtype = state_dtype(x, dt)
     state = jnp.zeros((batch, width, size), dtype) if initial_state is None else initial_state
-    out, state = elementwise.scan(
-        _FAMILY,
-        mask_padding(segment_ids, x, dt, B, C),
-        (A.astype(dtype), None if D is None else D.astype(dtype)),
-        initial_state=state.astype(dtype),
-        marks=elementwise.document_marks(segment_ids),
-        chunk_size=chunk_size,
-        impl=impl,
-        out_dtype=x.dtype,
-    )
+    tokens = mask_padding(segment_ids, x, dt, B, C)
+    parameters = (A.astype(dtype), None if D is None else D.astype(dtype))
+    state, marks = state.astype(dtype), elementwise.document_marks(segment_ids)
+    if impl == "pallas":
+        out, state = elementwise.run_kernel(FAMILY, tokens, state, marks, parameters)
+    else:
+        out, state = elementwise.scan(
+            _MAPS,
+            tokens,
+            parameters,
+            initial_state=state,
+            marks=marks,
+            chunk_size=chunk_size,
+            impl=impl,
+            out_dtype=x.dtype,
+        )
     return mask_padding(segment_ids, out)[0], state
 
 
@@ -100,4 +114,4 @@ def _read(state, tokens, parameters):
     return y if D is None else y + D * x.astype(A.dtype)
 
 
-_FAMILY = elementwise.Family(_write, _read)
+_MAPS = elementwise.Family(_write, _read)

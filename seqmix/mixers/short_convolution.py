@@ -89,6 +89,25 @@ def _shifted_sum(x, weight, state, run):
     return total
 
 
+@jax.custom_vjp
+def _permuted(x, order, inverse):
+    """x [B, T, D] with its tokens in another order [B, T]; the gradient is the inverse gather."""
+    del inverse
+    return jnp.take_along_axis(x, order[..., None], axis=1)
+
+
+def _permuted_forward(x, order, inverse):
+    return _permuted(x, order, inverse), (order, inverse)
+
+
+def _permuted_backward(residuals, g):
+    order, inverse = residuals
+    return _permuted(g, inverse, order), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
 # Recomputed in the backward: the branches of the cond below would otherwise both store residuals.
 @functools.partial(jax.checkpoint, static_argnums=(4,))
 def _packed(x, weight, state, segment_ids, fresh):
@@ -99,12 +118,14 @@ def _packed(x, weight, state, segment_ids, fresh):
         return _shifted_sum(x, weight, state, runs(segment_ids))
 
     def scattered(x, weight, state):
-        order = jnp.argsort(~real, axis=1, stable=True)
-        compact = jnp.take_along_axis(x, order[..., None], axis=1)
+        # Real tokens first, in order, then padding. By sums: a sort is slow to compile for a TPU.
+        count = jnp.sum(real, axis=1, keepdims=True)
+        place = jnp.where(real, jnp.cumsum(real, axis=1), count + jnp.cumsum(~real, axis=1)) - 1
+        rows = jnp.arange(real.shape[0])[:, None]
+        order = jnp.zeros_like(place).at[rows, place].set(jnp.arange(real.shape[1])[None])
         ids = jnp.take_along_axis(segment_ids, order, axis=1)
-        y = _shifted_sum(compact, weight, state, runs(ids))
-        back = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-        return jnp.take_along_axis(y, back[..., None], axis=1)
+        y = _shifted_sum(_permuted(x, order, place), weight, state, runs(ids))
+        return _permuted(y, place, order)
 
     resumes = real[:, 1:] & ~real[:, :-1]
     if fresh:

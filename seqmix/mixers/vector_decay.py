@@ -32,9 +32,18 @@ from jax import lax
 
 from seqmix.mixers import _chunks as chunks
 from seqmix.mixers import _pairwise as pairwise
+from seqmix.mixers import _pallas
 from seqmix.mixers._checks import Heads
-from seqmix.mixers._numerics import contract, operand_dtype, state_dtype, varying_like
+from seqmix.mixers._dispatch import choose, kernel_refusal
+from seqmix.mixers._numerics import (
+    clean_log_decay,
+    contract,
+    operand_dtype,
+    state_dtype,
+    varying_like,
+)
 
+FAMILY = "vector_decay"
 IMPLEMENTATIONS = ("recurrent", "associative", "chunked")
 DEFAULT_CHUNK = 64
 
@@ -51,6 +60,7 @@ def scan(
     initial_state: jax.Array | None,
     run: jax.Array | None,
     chunk_size: int | None,
+    mixer: str,
     impl: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the family on checked arguments; padding has been zeroed by the caller.
@@ -66,10 +76,14 @@ def scan(
       initial_state: [B, Hs, K, V] or None for zeros.
       run: [B, T] document numbers or None.
       chunk_size: C, None for 64; rounded up to a power of two.
-      impl: one of IMPLEMENTATIONS.
+      mixer: name of the calling mixer, for messages.
+      impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'.
 
     Returns:
       out [B, T, Ho, V] in v's dtype; final state [B, Hs, K, V] in the state dtype.
+
+    Raises:
+      ValueError: if `impl` is unknown or cannot run.
     """
     dtype = state_dtype(q, k, v, log_decay)
     shape = (q.shape[0], heads.states, k.shape[-1], v.shape[-1])
@@ -78,6 +92,18 @@ def scan(
     log_decay = log_decay.astype(dtype)
     if bonus is not None:
         bonus = varying_like(bonus.astype(dtype), q, k, v, log_decay)
+    options = _pallas.options(heads, float(scale), jnp.dtype(v.dtype), chunk_size)
+    arrays, shared = (q, k, v, log_decay), () if bonus is None else (bonus,)
+    impl = choose(
+        mixer,
+        impl,
+        IMPLEMENTATIONS,
+        time=q.shape[1],
+        refusal=lambda: kernel_refusal(FAMILY, q.shape[0], options, arrays),
+    )
+    if impl == "pallas":
+        arrays = (q, k, v, clean_log_decay(log_decay))
+        return _pallas.run(FAMILY, options, arrays, state, run, shared)
     starts = None if run is None else jnp.diff(run, axis=1, prepend=0) > 0
     if impl == "recurrent":
         return _recurrent(q, k, v, log_decay, bonus, state, starts, heads, scale)

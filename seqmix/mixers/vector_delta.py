@@ -23,8 +23,11 @@ from jax import lax
 
 from seqmix.mixers import _chunks as chunks
 from seqmix.mixers import _pairwise as pairwise
+from seqmix.mixers import _pallas
 from seqmix.mixers._checks import Heads
+from seqmix.mixers._dispatch import choose, kernel_refusal
 from seqmix.mixers._numerics import (
+    clean_log_decay,
     contract,
     operand_dtype,
     state_dtype,
@@ -32,6 +35,7 @@ from seqmix.mixers._numerics import (
     varying_like,
 )
 
+FAMILY = "vector_delta"
 IMPLEMENTATIONS = ("recurrent", "chunked")
 DEFAULT_CHUNK = 64
 
@@ -48,6 +52,7 @@ def scan(
     initial_state: jax.Array | None,
     run: jax.Array | None,
     chunk_size: int | None,
+    mixer: str,
     impl: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the family on checked arguments; padding has been zeroed by the caller.
@@ -63,16 +68,32 @@ def scan(
       initial_state: [B, Hs, K, V] or None for zeros.
       run: [B, T] document numbers or None.
       chunk_size: C, None for 64; rounded up to a power of two.
-      impl: one of IMPLEMENTATIONS.
+      mixer: name of the calling mixer, for messages.
+      impl: one of IMPLEMENTATIONS, 'pallas' or 'auto'.
 
     Returns:
       out [B, T, Ho, V] in v's dtype; final state [B, Hs, K, V] in the state dtype.
+
+    Raises:
+      ValueError: if `impl` is unknown or cannot run.
     """
     dtype = state_dtype(q, k, v, log_decay)
     shape = (q.shape[0], heads.states, k.shape[-1], v.shape[-1])
     state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
     state = varying_like(state, q, k, v, log_decay, beta)
     log_decay, beta = log_decay.astype(dtype), beta.astype(dtype)
+    options = _pallas.options(heads, float(scale), jnp.dtype(v.dtype), chunk_size)
+    arrays = (q, k, v, log_decay, beta)
+    impl = choose(
+        mixer,
+        impl,
+        IMPLEMENTATIONS,
+        time=q.shape[1],
+        refusal=lambda: kernel_refusal(FAMILY, q.shape[0], options, arrays),
+    )
+    if impl == "pallas":
+        arrays = (q, k, v, clean_log_decay(log_decay), beta)
+        return _pallas.run(FAMILY, options, arrays, state, run)
     starts = None if run is None else jnp.diff(run, axis=1, prepend=0) > 0
     if impl == "recurrent":
         return _recurrent(q, k, v, log_decay, beta, state, starts, heads, scale)

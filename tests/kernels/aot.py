@@ -3,19 +3,23 @@
 
 import functools
 import importlib.util
+import math
 import os
+import re
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 import seqmix_kernels
-from seqmix_kernels.tpu import chips
+from seqmix.mixers import _pallas
+from seqmix_kernels.tpu import chips, shapes
 
-# Read by libtpu when it is loaded, at the first topology: no TPU VM is asked what it is, several test
-# processes may load it, and it writes no log files.
+# Read by libtpu when it is loaded, at the first topology: no TPU VM is asked what it is, several
+# test processes may load it, and it writes no log files.
 _SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
@@ -38,18 +42,13 @@ def devices(topology: str) -> tuple:
     return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
-def on_chip(chip: str, tree):
-    """The arrays of a tree as shapes on one chip.
+def mesh_of(chip: str) -> jax.sharding.Mesh:
+    """One chip of a kind, as a mesh.
 
     Args:
       chip: a name of `chips.CHIPS`.
-      tree: of anything with a shape and a dtype.
     """
-    mesh = jax.sharding.Mesh(np.array(devices(chips.CHIPS[chip].single)[:1]), ("one",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), tree
-    )
+    return jax.sharding.Mesh(np.array(devices(chips.CHIPS[chip].topology)[:1]), ("one",))
 
 
 def compile_on(chip: str, function, *arguments) -> jax.stages.Compiled:
@@ -57,9 +56,86 @@ def compile_on(chip: str, function, *arguments) -> jax.stages.Compiled:
 
     Args:
       chip: a name of `chips.CHIPS`.
-      function: traced for the TPU.
+      function: traced for the TPU. Its arguments and results are row-major, as inside a larger
+        program whose kernels ask for that; left to itself XLA also takes other orders.
       *arguments: trees of anything with a shape and a dtype.
     """
+    mesh = mesh_of(chip)
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def row_major(array):
+        return Format(Layout(tuple(range(array.ndim))), place)
+
+    # The mesh tells Pallas which chip it is for: it would ask this machine's device.
+    with seqmix_kernels.compile_for("tpu"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        results = jax.eval_shape(function, *arguments)
+        jitted = jax.jit(
+            function,
+            in_shardings=jax.tree.map(row_major, arguments),
+            out_shardings=jax.tree.map(row_major, results),
+        )
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("tpu",))
+    return lowered.compile()
+
+
+def vmem_used(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes of VMEM that each kernel of a program takes, by the kernel's name: the most of any."""
+    used: dict[str, int] = {}
+    for line in compiled.as_text().splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            name = re.search(r'op_name="[^"]*?(\w+)\)*/pallas_call"', line)[1]
+            scope = re.search(r'"used_scoped_memory_configs":\[([^\]]*)\]', line)[1]
+            sizes = re.findall(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"', scope)
+            used[name] = max([used.get(name, 0), *(int(size) for _, size in sizes)])
+    return used
+
+
+def passes(shape: shapes.Shape):
+    """Forward and backward pass of a kernel family at a shape, as in a layer.
+
+    Arrays of tokens come and go as a layer's projections have them, [B, T, heads * width].
+
+    Returns:
+      The function, its arguments, and what it keeps from forward to backward.
+    """
+    call = shape.call()
     with seqmix_kernels.compile_for("tpu"):
-        traced = jax.jit(function).trace(*on_chip(chip, arguments))
-    return traced.lower(lowering_platforms=("tpu",)).compile()
+        forward = seqmix_kernels.family(shape.family).forward
+        out, final, kept = jax.eval_shape(
+            lambda *arrays: forward(call.options, False, *arrays, keep=True),
+            *(call.shared, *call.arrays, call.state, call.run),
+        )
+
+    def function(shared, arrays, state, run, d_out, d_final):
+        arrays = tuple(a.reshape(b.shape) for a, b in zip(arrays, call.arrays, strict=True))
+        run_kernel = functools.partial(_pallas.run, shape.family, call.options)
+        (y, final), backward = jax.vjp(
+            lambda shared, arrays, state: run_kernel(arrays, state, run, shared),
+            *(shared, arrays, state),
+        )
+        d_shared, d_arrays, d_state = backward((d_out.reshape(out.shape), d_final))
+        return _flat(y), final, d_shared, tuple(map(_flat, d_arrays)), d_state
+
+    flat = (*map(_flat_shape, call.arrays), _flat_shape(out))
+    return function, (call.shared, flat[:-1], call.state, call.run, flat[-1], final), kept
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _flat_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(_flat, x)
+
+
+def tiled_size_of(tree) -> int:
+    """Bytes that arrays take in a TPU's memory: their last two axes are whole tiles of 8 x 128."""
+
+    def whole(size: int, tile: int) -> int:
+        return -(-size // tile) * tile
+
+    return sum(
+        math.prod((*x.shape[:-2], whole(x.shape[-2], 8), whole(x.shape[-1], 128)))
+        * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )

@@ -90,15 +90,19 @@ class Mixer:
         object.__setattr__(self, "function", self.function or self.name)
 
     def __call__(self, arrays: dict[str, Any], *, impl: str = "auto", **options):
-        """Runs a form: an `impl`, or 'pallas@<platform>', the kernel in that chip's interpreter."""
-        impl, _, platform = impl.partition("@")
+        """Runs a form: an `impl`, or 'pallas@<platform>', the kernel in that chip's interpreter.
+
+        'pallas@tpu:races' is another interpreter than the platform's quickest.
+        """
+        impl, _, target = impl.partition("@")
         function = functools.partial(
             getattr(mixers, self.function), **arrays, **dict(self.options), **options, impl=impl
         )
-        if not platform:
+        if not target:
             return function()
+        platform, _, interpreter = target.partition(":")
         # Around each call, inside what is traced: the recurrent form beside it stays as it is.
-        with compile_for(platform, interpret=INTERPRETERS[platform]):
+        with compile_for(platform, interpret=interpreter or INTERPRETERS[platform]):
             return function()
 
     def per_token(self, argument: str, x: Any) -> bool:
@@ -198,6 +202,7 @@ MIXERS = {
             ("chunked",),
             dense.gated_delta_rule,
             frozenset({"log_decay", "beta"}),
+            kernels=("tpu",),
         ),
         Mixer(
             "delta_rule",
@@ -207,6 +212,7 @@ MIXERS = {
             dense.delta_rule,
             frozenset({"beta"}),
             gate=None,
+            kernels=("tpu",),
         ),
         *mixers_scalar_decay(Mixer, _qkv, _log_decay, _matrix_state),
         *mixers_vector_decay(Mixer, _qkv, _matrix_state),

@@ -61,6 +61,7 @@ def mixers_elementwise(Mixer):
             dense.selective_scan,
             frozenset({"dt", "A", "D"}),
             gate=None,
+            kernels=("tpu",),
             **common,
         ),
         Mixer(
@@ -71,6 +72,7 @@ def mixers_elementwise(Mixer):
             dense.rg_lru,
             frozenset({"log_a"}),
             gate="log_a",
+            kernels=("tpu",),
             **common,
         ),
         Mixer(

@@ -105,6 +105,7 @@ def mixers_scalar_decay(Mixer, qkv, log_decay, matrix_state):
             dense.by_map(lambda x: np.maximum(x, 0), None),
             options=(("feature_map", "relu"), ("normalize", False)),
             thin=True,
+            kernels=("tpu",),
             **common,
         ),
         Mixer(
@@ -136,6 +137,7 @@ def mixers_scalar_decay(Mixer, qkv, log_decay, matrix_state):
             dense.retention,
             gate=None,
             thin=True,
+            kernels=("tpu",),
         ),
         Mixer(
             "lightning_attention",
@@ -147,6 +149,7 @@ def mixers_scalar_decay(Mixer, qkv, log_decay, matrix_state):
             gate=None,
             thin=True,
             parameters=frozenset({"slopes"}),
+            kernels=("tpu",),
         ),
         Mixer(
             "mamba3",
@@ -157,5 +160,6 @@ def mixers_scalar_decay(Mixer, qkv, log_decay, matrix_state):
             frozenset({"dt", "A", "D", "trapezoid", "rotation"}),
             groupings=groups,
             gate=None,
+            kernels=("tpu",),
         ),
     )

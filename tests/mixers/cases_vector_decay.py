@@ -28,10 +28,10 @@ def mixers_vector_decay(Mixer, qkv, matrix_state):
     def rwkv5(rng, s):
         return rwkv6(rng, s) | {"log_decay": gates(rng, s.states, s.key)}
 
-    forms = ("associative", "chunked")
+    forms, kernels = ("associative", "chunked"), ("tpu",)
     gate, bonus = frozenset({"log_decay"}), frozenset({"log_decay", "bonus"})
     return (
-        Mixer("gla", gla, matrix_state, forms, dense.gla, gate),
+        Mixer("gla", gla, matrix_state, forms, dense.gla, gate, kernels=kernels),
         Mixer(
             "hgrn2",
             hgrn2,
@@ -41,7 +41,18 @@ def mixers_vector_decay(Mixer, qkv, matrix_state):
             gate,
             groupings=((2, 2, 2), (4, 2, 2)),
             thin=True,
+            kernels=kernels,
         ),
-        Mixer("rwkv6", rwkv6, matrix_state, forms, dense.rwkv6, bonus),
-        Mixer("rwkv5", rwkv5, matrix_state, forms, dense.rwkv5, bonus, gate=None, thin=True),
+        Mixer("rwkv6", rwkv6, matrix_state, forms, dense.rwkv6, bonus, kernels=kernels),
+        Mixer(
+            "rwkv5",
+            rwkv5,
+            matrix_state,
+            forms,
+            dense.rwkv5,
+            bonus,
+            gate=None,
+            thin=True,
+            kernels=kernels,
+        ),
     )

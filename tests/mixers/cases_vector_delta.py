@@ -27,7 +27,15 @@ def mixers_vector_delta(Mixer, qkv, matrix_state):
         return arrays | {"a": -kappa, "b": kappa * sigmoid(rng, *kappa.shape)}
 
     return (
-        Mixer("kda", kda, matrix_state, ("chunked",), dense.kda, frozenset({"log_decay", "beta"})),
+        Mixer(
+            "kda",
+            kda,
+            matrix_state,
+            ("chunked",),
+            dense.kda,
+            frozenset({"log_decay", "beta"}),
+            kernels=("tpu",),
+        ),
         Mixer(
             "rwkv7",
             rwkv7,

@@ -12,7 +12,8 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 INPUTS := setup.py constraints-common.txt $(CONSTRAINTS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# The suite runs on CPU; libtpu, where it is installed, only compiles ahead of time.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-slow test-oldest lint format golden clean
 .DELETE_ON_ERROR:

@@ -53,6 +53,8 @@ setup(
         "dev": [
             "beartype>=0.22",
             "datasets>=4",
+            # Compiles TPU kernels ahead of time, without a TPU.
+            'libtpu; sys_platform == "linux" and platform_machine == "x86_64"',
             "pytest>=8.4",
             "pytest-timeout>=2.4",
             "pytest-xdist>=3.8",

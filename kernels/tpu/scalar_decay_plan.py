@@ -182,7 +182,7 @@ class Plan(NamedTuple):
         scratch = joined * (self.splits + self.block_chunks)
         if self.splits > 1:
             scratch += _padded(self.block, self.widths["q"]) + _padded(self.block, self.widths["k"])
-        return buffers + scratch + 24 * _padded(self.chunk, self.chunk) + 2 * joined
+        return buffers + scratch + 40 * _padded(self.chunk, self.chunk) + 2 * joined
 
     def cost(self, shapes: dict[str, Any], *, backward: bool) -> Any:
         """What the kernel costs, for XLA's scheduler."""

@@ -8,6 +8,7 @@ import os
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -93,7 +94,9 @@ def vmem_used(compiled: jax.stages.Compiled) -> dict[str, int]:
 def passes(shape: shapes.Shape):
     """Forward and backward pass of a kernel family at a shape, as in a layer.
 
-    Arrays of tokens come and go as a layer's projections have them, [B, T, heads * width].
+    Arrays of tokens come and go as a layer has them, [B, T, heads * width], but B and
+    C of a selective scan (and their gradients) as [B, N, T]: XLA gives arrays of few channels that
+    order by itself, and as arguments of a program they would be copied into it.
 
     Returns:
       The function, its arguments, and what it keeps from forward to backward.
@@ -107,25 +110,32 @@ def passes(shape: shapes.Shape):
         )
 
     def function(shared, arrays, state, run, d_out, d_final):
-        arrays = tuple(a.reshape(b.shape) for a, b in zip(arrays, call.arrays, strict=True))
+        arrays = tuple(
+            jnp.swapaxes(a, 1, 2) if turned(i) else a.reshape(b.shape)
+            for i, (a, b) in enumerate(zip(arrays, call.arrays, strict=True))
+        )
         run_kernel = functools.partial(_pallas.run, shape.family, call.options)
         (y, final), backward = jax.vjp(
             lambda shared, arrays, state: run_kernel(arrays, state, run, shared),
             *(shared, arrays, state),
         )
         d_shared, d_arrays, d_state = backward((d_out.reshape(out.shape), d_final))
-        return _flat(y), final, d_shared, tuple(map(_flat, d_arrays)), d_state
+        d_arrays = tuple(outside(i, d) for i, d in enumerate(d_arrays))
+        return _flat(y), final, d_shared, d_arrays, d_state
 
-    flat = (*map(_flat_shape, call.arrays), _flat_shape(out))
+    def turned(i):
+        return shape.family == "selective_scan" and i in (2, 3)
+
+    def outside(i, array):
+        return jnp.swapaxes(array, 1, 2) if turned(i) else _flat(array)
+
+    flat = [jax.eval_shape(functools.partial(outside, i), a) for i, a in enumerate(call.arrays)]
+    flat = (*flat, jax.eval_shape(_flat, out))
     return function, (call.shared, flat[:-1], call.state, call.run, flat[-1], final), kept
 
 
 def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
-
-
-def _flat_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(_flat, x)
 
 
 def tiled_size_of(tree) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from seqmix_kernels.tpu import chips
 from tests.kernels import aot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,16 +33,3 @@ def test_a_step_on_a_mesh_runs_the_kernels_on_each_devices_rows(speed):
     assert hlo.relayouts(step.compiled.as_text()).kernels == 2
     assert step.devices == 4
     assert all("delta" in name for name in aot.vmem_used(step.compiled))
-
-
-@aot.needs_libtpu
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4"])
-def test_the_hybrid_fits_a_pod_without_copies_around_the_kernels(topology, speed):
-    train_step, hlo = speed
-    step = train_step.compile_step(str(ROOT / train_step.CONFIG), topology)
-    assert train_step.hbm(step.compiled) < chips.CHIPS[topology.partition(":")[0]].hbm
-    found = hlo.relayouts(step.compiled.as_text())
-    assert found.kernels == 9  # 3 layers of a period: forward, again, backward
-    assert not found.large

@@ -6,8 +6,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from seqmix.layers.parameters import NoDecayParam
+from seqmix_kernels import target
 
 GateOrder = Literal["gate_then_norm", "norm_then_gate"]
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
@@ -16,12 +18,15 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 def in_eights(x: jax.Array) -> jax.Array:
     """Views [B, T, H, K] as [B, T / 8, 8, H, K] where 8 divides T.
 
-    For norms of heads: on a TPU the tokens of a tile then stay together, as projections and kernels
-    have them, where XLA would otherwise put heads before tokens and copy the array at each kernel.
+    For norms of heads. A TPU has tiles of eight tokens of one head, as projections write and
+    kernels read them; left to itself XLA would make tiles of eight heads, and copy at each kernel.
     """
     if x.ndim != 4 or x.shape[1] % 8:
         return x
-    return x.reshape(x.shape[0], -1, 8, *x.shape[2:])
+    x = x.reshape(x.shape[0], -1, 8, *x.shape[2:])
+    if target().platform != "tpu":
+        return x
+    return with_layout_constraint(x, Layout((0, 1, 3, 2, 4)))
 
 
 def rms_normalise(x: jax.Array, epsilon: float) -> jax.Array:

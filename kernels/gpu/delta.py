@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from seqmix_kernels.gpu import delta_backward, delta_forward, gates
-from seqmix_kernels.gpu._common import CHUNK, MAX_GRID_YZ, chip_refusal
+from seqmix_kernels.gpu._common import MAX_GRID_YZ, chip_refusal
+from seqmix_kernels.gpu.calls import cut_state, flat, operand_refusal, whole, whole_state
 from seqmix_kernels.gpu.delta_inverse import inverse
-from seqmix_kernels.gpu.delta_pieces import WIDTH, Plan, plan
-from seqmix_kernels.options import Heads, Options
+from seqmix_kernels.gpu.delta_pieces import Plan, plan
+from seqmix_kernels.options import Options
 
 KEEP_INVERSE = True
 """Whether the backward pass reads the inverses of the forward pass or makes them again."""
@@ -36,17 +37,10 @@ def refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:
       options: of the call.
       arrays: q [B, T, h x, K], k [B, T, h, K], v [B, T, h r, V], log_decay and beta [B, T, h r].
     """
-    q, k, v, log_decay, _ = arrays
-    for x in (q, k, v):
-        if x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"the tensor cores read bfloat16, and {x.dtype} would lose digits"
-    if log_decay.dtype != jnp.float32:
-        return f"GPU kernels keep states in float32, not {log_decay.dtype}"
-    if k.shape[-1] > 2 * WIDTH:
-        return f"a warpgroup's registers hold states of at most 128 keys, not {k.shape[-1]}"
-    if options.chunk_size not in (None, CHUNK):
-        return f"its chunks have {CHUNK} tokens, not {options.chunk_size}"
-    if max(q.shape[0], options.heads.states) > MAX_GRID_YZ:
+    reason = operand_refusal(options, arrays)
+    if reason:
+        return reason
+    if max(arrays[0].shape[0], options.heads.states) > MAX_GRID_YZ:
         return f"a CUDA grid has at most {MAX_GRID_YZ} rows or heads"
     return chip_refusal()
 
@@ -56,10 +50,9 @@ class _Call:
 
     def __init__(self, options, q, k, v, log_decay, beta, run):
         self.options = options
-        heads = options.heads
-        self.heads = Heads(heads.keys, heads.values, heads.queries)
+        self.heads = options.heads
         self.time, self.key, self.value = q.shape[1], q.shape[-1], v.shape[-1]
-        self.q, self.k, self.v = (self.whole(x) for x in (q, k, v))
+        self.q, self.k, self.v = (whole(x) for x in (q, k, v))
         self.gates = gates.chunk_sums(log_decay, run)
         self.beta = gates.to_chunks(beta)
         self.chunks = self.beta.shape[2]
@@ -67,25 +60,13 @@ class _Call:
             self.heads, q.shape[0], self.chunks, self.k.shape[-1], self.v.shape[-1]
         )
 
-    def whole(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, D] in bfloat16, T whole chunks and D whole tiles (of zeros)."""
-        x = gates.pad_time(x.astype(jnp.bfloat16))
-        pad = -x.shape[-1] % WIDTH
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, pad)]) if pad else x
-
     def inverse(self) -> jax.Array:
         """T^T of all chunks."""
         return inverse(self.heads, self.k, self.gates, self.beta)
 
-    def state(self, state: jax.Array) -> jax.Array:
-        """[B, H, K, V] -> [B, H, V, K] of whole tiles."""
-        widths = [(0, 0), (0, 0), (0, self.k.shape[-1] - self.key)]
-        widths.append((0, self.v.shape[-1] - self.value))
-        return jnp.swapaxes(jnp.pad(state, widths), 2, 3)
-
     def entering(self, state: jax.Array, inverse: jax.Array):
         """States that enter the pieces [B, pieces, Hs, V, K], and the pieces' transitions."""
-        first = self.state(state)
+        first = whole_state(state)
         if self.plan.pieces == 1:
             return first[:, None], None
         ends = delta_forward.piece_ends(self.plan, self.k, self.v, self.gates, self.beta, inverse)
@@ -101,10 +82,6 @@ class _Call:
 def _moved(state: jax.Array, transition: jax.Array) -> jax.Array:
     """S^T P^T, float32."""
     return jnp.matmul(state, transition, precision=lax.Precision.HIGHEST)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[2:])
 
 
 def forward(
@@ -151,12 +128,12 @@ def forward(
         call.gates,
         call.beta,
         solved,
-        _flat(entering),
+        flat(entering),
         scale=options.scale,
         out_dtype=_read_dtype(options.out_dtype),
     )
     last = last.reshape(*entering.shape[:2], *last.shape[1:])[:, -1, :: options.heads.queries]
-    final = jnp.swapaxes(last, 2, 3)[:, :, : call.key, : call.value]
+    final = cut_state(last, call.key, call.value)
     out = out[:, : call.time, :, : call.value].astype(options.out_dtype)
     kept = (entering, transition, solved if KEEP_INVERSE else None)
     return out, final, kept if keep else None
@@ -188,12 +165,12 @@ def backward(
     if solved is None:
         solved = call.inverse()
     states = delta_forward.entering_states(
-        call.plan, call.k, call.v, call.gates, call.beta, solved, _flat(entering)
+        call.plan, call.k, call.v, call.gates, call.beta, solved, flat(entering)
     )
     plan = delta_backward.reverse_plan(call.plan)
-    d_out = call.whole(d_out)
+    d_out = whole(d_out)
     # Of a state's query heads the first one's recursion starts from the final state's gradient.
-    last = call.state(d_final.astype(jnp.float32))[:, :, None]
+    last = whole_state(d_final.astype(jnp.float32))[:, :, None]
     last = jnp.pad(last, [(0, 0), (0, 0), (0, heads.queries - 1), (0, 0), (0, 0)])
     leaving = last.reshape(last.shape[0], heads.outputs, *last.shape[3:])[:, None]
     if plan.pieces > 1:
@@ -216,7 +193,7 @@ def backward(
         call.beta,
         solved,
         states,
-        _flat(leaving),
+        flat(leaving),
         scale=scale,
     )
     rows = q.shape[0]
@@ -229,7 +206,7 @@ def backward(
     d_log = pairs + gates.suffix_sums(reads) + gates.prefix_sums_exclusive(writes)
     d_log += jnp.sum(passing, axis=-1, keepdims=True)
     first = first.reshape(rows, plan.pieces, heads.states, heads.queries, *first.shape[2:])[:, 0]
-    d_state = jnp.swapaxes(jnp.sum(first, axis=2), 2, 3)[:, :, : call.key, : call.value]
+    d_state = cut_state(jnp.sum(first, axis=2), call.key, call.value)
     d_arrays = (
         _cut(dq, q),
         _cut(dk, k),

@@ -56,16 +56,15 @@ from seqmix_kernels.gpu._common import (
     when,
     zeros,
 )
+from seqmix_kernels.gpu.calls import WIDTH, place
 from seqmix_kernels.gpu.delta_pieces import (
     SQUARE,
-    WIDTH,
     C,
     Plan,
     accumulated,
     lower_decay,
     lower_mask,
     matmul,
-    place,
     products,
     split,
     unknown_zero,

@@ -48,13 +48,12 @@ from seqmix_kernels.gpu._common import (
     when,
     zeros,
 )
+from seqmix_kernels.gpu.calls import WIDTH, place
 from seqmix_kernels.gpu.delta_pieces import (
-    WIDTH,
     C,
     Plan,
     accumulated,
     matmul,
-    place,
     products,
     upper_decay,
 )

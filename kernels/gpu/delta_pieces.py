@@ -21,12 +21,11 @@ from seqmix_kernels.gpu._common import (
     plgpu,
     zeros,
 )
+from seqmix_kernels.gpu.calls import WIDTH
 from seqmix_kernels.options import Heads
 from seqmix_kernels.target import target
 
 C = CHUNK
-WIDTH = 64
-"""Value columns of a unit: what one warpgroup keeps the state of."""
 PIECE_CHUNKS = 16
 """A piece has at least as many chunks: finding its transition costs as much as going through it."""
 SQUARE = (C, C)
@@ -204,25 +203,3 @@ def plan(heads: Heads, batch: int, chunks: int, key: int, value: int) -> Plan:
     pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // PIECE_CHUNKS))
     pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
     return Plan(heads, key, value, chunks, pieces, units, sets)
-
-
-class Place(NamedTuple):
-    """Where a unit reads and writes: head numbers, and its first value column."""
-
-    out: Any
-    state: Any
-    key: Any
-    query: Any
-    column: Any
-
-
-def place(plan: Plan, block, unit) -> Place:
-    """The place of a block's unit; both may be traced."""
-    heads = plan.heads
-    number = block * plan.units + unit
-    out = lax.div(number, plan.columns)
-    column = lax.rem(number, plan.columns) * WIDTH
-    state = lax.div(out, heads.queries)
-    key = lax.div(state, heads.values)
-    query = key * heads.queries + lax.rem(out, heads.queries)
-    return Place(out, state, key, query, column)

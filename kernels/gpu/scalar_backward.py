@@ -62,7 +62,8 @@ from seqmix_kernels.gpu._common import (
     when,
     zeros,
 )
-from seqmix_kernels.gpu.scalar_plan import WIDTH, Plan, place
+from seqmix_kernels.gpu.calls import WIDTH, place
+from seqmix_kernels.gpu.scalar_plan import Plan
 
 C = CHUNK
 STAGES = 2

@@ -19,7 +19,15 @@ import jax.numpy as jnp
 
 from seqmix_kernels.gpu import gates, scalar_backward, scalar_forward, scalar_states
 from seqmix_kernels.gpu._common import MAX_GRID_YZ, chip_refusal, foldable
-from seqmix_kernels.gpu.scalar_plan import WIDTH, plan
+from seqmix_kernels.gpu.calls import (
+    WIDTH,
+    cut_state,
+    flat,
+    operand_refusal,
+    whole,
+    whole_state,
+)
+from seqmix_kernels.gpu.scalar_plan import plan
 from seqmix_kernels.options import Heads, Options
 
 STRENGTH = True
@@ -34,17 +42,10 @@ def refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:
       arrays: q [B, T, h x, K], k [B, T, h, K], v [B, T, h r, V], log_decay [B, T, h r], and perhaps
         strength [B, T, h r].
     """
-    q, k, v, log_decay = arrays[:4]
-    for x in (q, k, v):
-        if x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"the tensor cores read bfloat16, and {x.dtype} would lose digits"
-    if log_decay.dtype != jnp.float32:
-        return f"GPU kernels keep states in float32, not {log_decay.dtype}"
-    if k.shape[-1] > 2 * WIDTH:
-        return f"a warpgroup's registers hold states of at most 128 keys, not {k.shape[-1]}"
-    if options.chunk_size not in (None, 64):
-        return f"its chunks have 64 tokens, not {options.chunk_size}"
-    if options.heads.outputs * -(-v.shape[-1] // WIDTH) > MAX_GRID_YZ:
+    reason = operand_refusal(options, arrays)
+    if reason:
+        return reason
+    if options.heads.outputs * -(-arrays[2].shape[-1] // WIDTH) > MAX_GRID_YZ:
         return f"a CUDA grid has at most {MAX_GRID_YZ} blocks a row"
     return chip_refusal()
 
@@ -55,10 +56,10 @@ class _Call:
     def __init__(self, options, q, k, v, log_decay, strength, run):
         heads = options.heads
         self.scale, self.out_dtype = float(options.scale), jnp.dtype(options.out_dtype)
-        self.heads = Heads(heads.keys, heads.values, heads.queries)
+        self.heads = heads
         self.batch, self.time = q.shape[:2]
         self.key, self.value = q.shape[-1], v.shape[-1]
-        self.q, self.k, self.v = (self.whole(x) for x in (q, k, v))
+        self.q, self.k, self.v = (whole(x) for x in (q, k, v))
         self.gates = gates.chunk_log2(log_decay, run)
         self.strength = None if strength is None else gates.to_chunks(strength)
         widths = self.k.shape[-1], self.v.shape[-1]
@@ -66,22 +67,6 @@ class _Call:
         self.plan = plan(self.heads, self.batch, chunks, *widths)
         by_state = Heads(heads.keys, heads.values, 1)
         self.state_plan = plan(by_state, self.batch, chunks, *widths, self.plan.pieces)
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, D] in bfloat16, T whole chunks and D whole tiles (of zeros)."""
-        x = gates.pad_time(x.astype(jnp.bfloat16))
-        pad = -x.shape[-1] % WIDTH
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, pad)]) if pad else x
-
-    def state(self, state: jax.Array) -> jax.Array:
-        """[B, H, K, V] -> [B, H, V, K] of whole tiles."""
-        widths = [(0, 0), (0, 0), (0, self.k.shape[-1] - self.key)]
-        widths.append((0, self.v.shape[-1] - self.value))
-        return jnp.swapaxes(jnp.pad(state, widths), 2, 3)
-
-    def unpadded_state(self, state: jax.Array) -> jax.Array:
-        """The inverse of `state`."""
-        return jnp.swapaxes(state, 2, 3)[:, :, : self.key, : self.value]
 
     def through(self) -> jax.Array:
         """[B, Hs, pieces, 1, 1] decays across the pieces."""
@@ -97,7 +82,7 @@ class _Call:
 
     def entering(self, state: jax.Array) -> jax.Array:
         """States that enter the pieces, [B, pieces, Hs, V, K]."""
-        states = [self.state(state)]
+        states = [whole_state(state)]
         if self.plan.pieces > 1:
             written, _ = scalar_states.sweep(
                 self.state_plan, self.v, self.k, self.gates, self.strength, None,
@@ -111,7 +96,7 @@ class _Call:
     def leaving(self, d_final: jax.Array, d_out: jax.Array) -> jax.Array:
         """Gradients of the states that leave the pieces, [B, pieces, Ho, V, K]."""
         queries = self.heads.queries
-        d_state = self.state(d_final)
+        d_state = whole_state(d_final)
         if queries > 1:  # the first query head of a state takes the final state's gradient
             d_state = jnp.pad(d_state[:, :, None], [(0, 0)] * 2 + [(0, queries - 1)] + [(0, 0)] * 2)
             d_state = d_state.reshape(self.batch, -1, *d_state.shape[3:])
@@ -125,10 +110,6 @@ class _Call:
             for piece in reversed(range(1, self.plan.pieces)):
                 states.append(through[:, :, piece] * states[-1] + read[:, piece])
         return jnp.stack(states[::-1], 1)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[2:])
 
 
 def forward(
@@ -167,12 +148,12 @@ def forward(
         entering = call.entering(state)
         store = keep and call.heads.queries == 1
         out, last, *states = scalar_forward.forward(
-            call.plan, call.q, call.k, call.v, call.gates, call.strength, _flat(entering),
+            call.plan, call.q, call.k, call.v, call.gates, call.strength, flat(entering),
             scale=call.scale, out_dtype=call.out_dtype, store=store,
         )  # fmt: skip
         last = call.by_piece(last)[:, -1, :: call.heads.queries]
         kept = (entering, *states) if keep else ()
-        return out[:, : call.time, :, : call.value], call.unpadded_state(last), kept
+        return out[:, : call.time, :, : call.value], cut_state(last, call.key, call.value), kept
 
     strength, state, run = rest if len(rest) == 3 else (None, *rest)
     return foldable(run_forward)(q, k, v, log_decay, strength, state, run)
@@ -206,13 +187,13 @@ def backward(
         entering, *states = kept
         if not states:
             _, *states = scalar_states.sweep(
-                call.state_plan, call.v, call.k, call.gates, call.strength, _flat(entering),
+                call.state_plan, call.v, call.k, call.gates, call.strength, flat(entering),
                 reverse=False, store=True,
             )  # fmt: skip
-        d_out = call.whole(d_out)
+        d_out = whole(d_out)
         dq, dk, dv, dg, d_entering = scalar_backward.backward(
             p, call.q, call.k, call.v, d_out, call.gates, call.strength, states[0],
-            _flat(call.leaving(d_final, d_out)), scale=call.scale,
+            flat(call.leaving(d_final, d_out)), scale=call.scale,
         )  # fmt: skip
         dq = _summed(dq, q.shape[2])[:, : call.time, :, : call.key].astype(q.dtype)
         dk = _summed(dk, k.shape[2])[:, : call.time, :, : call.key].astype(k.dtype)
@@ -226,7 +207,7 @@ def backward(
         d_arrays = (dq, dk, dv, d_log)
         if strength is not None:
             d_arrays = (*d_arrays, gates.from_chunks(dg[:, :, :, 4], call.time))
-        return d_arrays, call.unpadded_state(d_state)
+        return d_arrays, cut_state(d_state, call.key, call.value)
 
     arguments = rest if len(rest) == 6 else (None, *rest)
     d_arrays, d_state = foldable(run_backward)(q, k, v, log_decay, *arguments)

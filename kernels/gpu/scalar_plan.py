@@ -3,13 +3,9 @@
 
 from typing import NamedTuple
 
-from jax import lax
-
 from seqmix_kernels.gpu._common import MULTIPROCESSORS
+from seqmix_kernels.gpu.calls import WIDTH
 from seqmix_kernels.options import Heads
-
-WIDTH = 64
-"""Value columns of a unit."""
 
 
 class Plan(NamedTuple):
@@ -76,15 +72,3 @@ def plan(
         pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // 4))
         pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
     return Plan(heads, key, value, chunks, pieces, units, shared)
-
-
-def place(plan: Plan, index, wg):
-    """Of a block's unit: output head, state, key head, query head, and first value column."""
-    heads = plan.heads
-    unit = index * plan.units + wg
-    out = lax.div(unit, plan.columns)
-    column = lax.rem(unit, plan.columns) * WIDTH
-    state = lax.div(out, heads.queries)
-    key = lax.div(state, heads.values)
-    query = key * heads.queries + lax.rem(out, heads.queries)
-    return out, state, key, query, column

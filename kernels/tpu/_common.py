@@ -57,7 +57,6 @@ def kernel_call(
     scratch: Sequence[Any] = (),
     vmem_limit: int = VMEM_LIMIT,
     cost: Any = None,
-    aliases: dict[int, int] | None = None,
 ) -> list[jax.Array]:
     """Runs a kernel on the arrays.
 
@@ -75,7 +74,6 @@ def kernel_call(
       scratch: from `vmem`.
       vmem_limit: bytes of VMEM the kernel may use.
       cost: a `CostEstimate` for XLA's scheduler, or None.
-      aliases: outputs that take the place of inputs, {input: output}.
 
     Returns:
       The outputs.
@@ -90,7 +88,6 @@ def kernel_call(
             out_specs=list(out_specs),
             out_shape=[_varying(x, arrays) for x in out_shape],
             scratch_shapes=list(scratch),
-            input_output_aliases=aliases or {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=order, vmem_limit_bytes=vmem_limit
             ),
@@ -272,12 +269,6 @@ def straddling_sums(
 def later_ones(size: int) -> jax.Array:
     """[size, size] bfloat16 ones where the row is later than the column."""
     return jnp.where(lower_mask(size, strict=True), 1.0, 0.0).astype(jnp.bfloat16)
-
-
-def as_column(row: jax.Array) -> jax.Array:
-    """[1, C] -> [C, 1]."""
-    square = (row.shape[1], row.shape[1])
-    return jnp.sum(jnp.where(iota(square, 0) == iota(square, 1), row, 0.0), axis=1, keepdims=True)
 
 
 def as_row(column: jax.Array) -> jax.Array:

@@ -76,7 +76,9 @@ def cut_refusal(rows: int) -> str | None:
 
 
 def on_own_rows(function: Callable[..., Any], shared: Any, *arrays: Any) -> Any:
-    """`by_rows` for a kernel: not differentiated, and every result has the leading axis of rows.
+    """`by_rows` for a kernel: every result has the leading axis of rows.
+
+    It may be differentiated with respect to the arrays, not to what is shared.
 
     Args:
       function: called as ``function(shared, *arrays)``.

@@ -16,6 +16,7 @@ import numpy as np
 
 import seqmix_kernels
 from seqmix.mixers.kv_cache import KVCache, Placement
+from seqmix.rows import cut_refusal, on_own_rows
 
 # Splash lists its blocks on the host, in time quadratic in T: some 10 s here, once per shape.
 MAX_TIME = 32768
@@ -61,14 +62,7 @@ def _unsupported(q, k, v, causal, sinks, cache, prefix=0):
         return f"T must be <= {MAX_TIME}, got {q.shape[1]}"
     if any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v)):
         return "it runs inside a shard_map with check_vma=True"
-    return None
-
-
-def may_be_partitioned() -> bool:
-    """Whether XLA may be asked to cut the call up over devices, which it cannot do to a kernel."""
-    mesh = jax.sharding.get_abstract_mesh()
-    by_hand = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    return jax.device_count() > 1 and not by_hand
+    return cut_refusal(q.shape[0])
 
 
 def _library():
@@ -189,8 +183,11 @@ def _precision(dtype):
 
 
 def _rows(static, q, k, v, segments):
+    def local(_, *arrays):
+        return jax.vmap(_kernel(static))(*arrays)
+
     with _precision(q.dtype):
-        return jax.vmap(_kernel(static))(q, k, v, segments)
+        return on_own_rows(local, (), q, k, v, segments)
 
 
 # A rule of its own, so that the precision holds where the backward kernels are traced.

@@ -156,7 +156,7 @@ def _default(available):
     """What 'auto' takes: a vendor's kernel where one can run, in the program that it is part of."""
     if "cudnn" in available:
         return "cudnn"
-    return "splash" if "splash" in available and not _splash.may_be_partitioned() else "chunked"
+    return "splash" if "splash" in available else "chunked"
 
 
 def _slots(time, most, cache, capacity):

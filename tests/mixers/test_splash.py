@@ -10,6 +10,7 @@ import pytest
 
 from seqmix import mixers
 from seqmix.mixers import _splash
+from seqmix.rows import rows_on
 from tests.mixers.parity import BFLOAT16_BAR, FLOAT32_BAR, quick_jit, relative_error
 
 TIME = 200
@@ -125,6 +126,27 @@ def test_auto_takes_it_only_where_xla_does_not_partition(interpreted, monkeypatc
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not taken()
     assert taken(check_vma=False)
+    with rows_on(_own_rows()):
+        assert taken()
+
+
+def _own_rows():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), auto, devices=jax.devices()[:1])
+    return jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_on_each_devices_own_rows(interpreted, window):
+    arrays, options = draw(), (("window", window),)
+    want = evaluate(arrays, packed_rows(), impl="dense", options=options)
+    with rows_on(_own_rows()):
+        run = functools.partial(evaluate.__wrapped__, impl="splash", options=options)
+        text = str(jax.make_jaxpr(run)(arrays, packed_rows()))
+        got = quick_jit(run)(arrays, packed_rows())
+    assert text.count("shard_map[") >= 2  # forwards and backwards
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g, w) < FLOAT32_BAR
 
 
 def test_declines_with_a_reason():

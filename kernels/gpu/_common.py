@@ -89,7 +89,8 @@ def kernel(
         scratch_types=scratch,
         grid=grid,
         grid_names=grid_names,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # No scratch space for sums across warps: it is one for all warpgroups, which would race.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name=name,
         interpret=(
             plgpu.InterpretGPUParams(detect_races=interpret == "races") if interpret else None
@@ -115,16 +116,25 @@ def number_tokens(numbers: Any) -> None:
         numbers.at[i][...] = plgpu.broadcasted_iota(jnp.float32, (CHUNK,), 0, layout=ROWS)
 
 
-def is_causal(numbers: Any, *, strict: bool = False) -> jax.Array:
-    """[64, 64] tile of whether row >= column (or > with `strict`), from `number_tokens`.
+def is_causal(numbers: Any) -> jax.Array:
+    """[64, 64] tile of whether row >= column, from `number_tokens`.
 
     Numbers that are read again each time: the compiler would move a mask made of constants out of
     the loop, where it takes registers that the loop needs.
     """
     shape = (CHUNK, CHUNK)
     rows = per_row(load(numbers.at[0], layout=ROWS), shape)
-    columns = per_column(load(numbers.at[1], layout=COLS), shape)
-    return rows > columns if strict else rows >= columns
+    return rows >= per_column(load(numbers.at[1], layout=COLS), shape)
+
+
+def is_later() -> jax.Array:
+    """[64, 64] tile of whether column >= row; made where it is used, as `is_causal` is."""
+    shape, rows = (CHUNK, CHUNK), lax.optimization_barrier(_counted(ROWS))
+    return per_column(_counted(COLS), shape) >= per_row(rows, shape)
+
+
+def _counted(layout):
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout).astype(jnp.float32)
 
 
 def prefix_sums(raw: Any, sums: Any, numbers: Any) -> jax.Array:
@@ -159,48 +169,49 @@ def per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def overlapped(
-    products: Sequence[tuple[Any, Any]], work: Callable[[], Any]
+    terms: Sequence[Sequence[tuple[Any, Any]]], work: Callable[[], Any]
 ) -> tuple[list[jax.Array], Any]:
-    """Products ``a @ b`` on the tensor cores, and what the warpgroup does while they run.
+    """Sums ``a @ b + ...`` on the tensor cores, and what the warpgroup does while they run.
 
     Args:
-      products: (a, b): a [M, K] a bfloat16 tile in shared memory or registers, b [K, N] one in
-        shared memory.
+      terms: for each sum its (a, b): a [M, K] a bfloat16 tile in shared memory or registers,
+        b [K, N] one in shared memory.
       work: reads nothing that the products write.
 
     Returns:
-      The products, float32 tiles in registers, and the result of `work`.
+      The sums, float32 tiles in registers, and the result of `work`.
     """
     if target().interpret:  # the interpreter has no left operand in registers
-        return [_plain(a, b) for a, b in products], work()
+        sums = [sum(_plain(a, b) for a, b in pairs) for pairs in terms]
+        done = work()
+        commit_smem()  # the tensor cores read memory as TMA does, these products do not
+        return sums, done
 
     def issue(*sums):
-        for total, (a, b) in zip(sums, products, strict=True):
-            plgpu.wgmma(total, a, b)
+        for total, pairs in zip(sums, terms, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(total, a, b)
         done = work()
         return tuple(total[...] for total in sums), done
 
-    shapes = [plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products]
+    shapes = [plgpu.ACC((p[0][0].shape[0], p[0][1].shape[1]), jnp.float32) for p in terms]
     sums, done = pl.run_scoped(issue, *shapes)
     # A wait for the tensor cores is no data dependence: without a barrier the compiler may move
     # arithmetic on a sum before it.
     return [lax.optimization_barrier(x) for x in sums], done
 
 
-def matmuls(*products: tuple[Any, Any]) -> list[jax.Array]:
-    """Products ``a @ b``, issued together and awaited once; see `overlapped`."""
-    return overlapped(products, tuple)[0]
-
-
-def matmul(a: Any, b: Any) -> jax.Array:
-    """``a @ b``; see `overlapped`."""
-    return matmuls((a, b))[0]
+def products(*terms: Sequence[tuple[Any, Any]]) -> list[jax.Array]:
+    """Sums ``a @ b + ...``, issued together and awaited once; see `overlapped`."""
+    return overlapped(terms, tuple)[0]
 
 
 def accumulate(*products: tuple[jax.Array, Any, Any]) -> list[jax.Array]:
     """Sums ``init + a @ b``, issued together and awaited once; `init` is a tile in registers."""
     if target().interpret:
-        return [init + _plain(a, b) for init, a, b in products]
+        sums = [init + _plain(a, b) for init, a, b in products]
+        commit_smem()
+        return sums
 
     def issue(sums):
         for total, (_, a, b) in zip(sums, products, strict=True):

@@ -14,6 +14,7 @@ from seqmix_kernels.gpu._common import (
     MULTIPROCESSORS,
     ROWS,
     commit_smem,
+    copy_in,
     load,
     per_column,
     per_row,
@@ -29,6 +30,8 @@ C = CHUNK
 PIECE_CHUNKS = 16
 """A piece has at least as many chunks: finding its transition costs as much as going through it."""
 SQUARE = (C, C)
+VECTORS = 6
+"""Of a chunk: high and low sums of log2-decays to read by row, then by column; beta likewise."""
 
 
 def accumulated(*terms: tuple[Any, Sequence[tuple[Any, Any]]]) -> list[jax.Array]:
@@ -79,6 +82,48 @@ def products(*pairs: tuple[Any, Any]) -> list[jax.Array]:
 def matmul(a: Any, b: Any) -> jax.Array:
     """``a @ b``."""
     return products((a, b))[0]
+
+
+def copy_vectors(gates, beta, at, into, barrier) -> None:
+    """Starts `VECTORS` copies of a chunk's vectors, each to a place of its own.
+
+    Args:
+      gates: [2, B, Hs, chunks, 64] float32 in device memory.
+      beta: [B, Hs, chunks, 64] float32 in device memory.
+      at: row, state head and chunk.
+      into: [VECTORS, 64] float32 shared memory.
+      barrier: gets the arrivals.
+    """
+    for i in range(VECTORS):
+        source = gates.at[(i % 2, *at)] if i < 4 else beta.at[at]
+        copy_in(source, into.at[i], barrier)
+
+
+def _sums(vectors, layout):
+    first = 0 if layout is ROWS else 2
+    return load(vectors.at[first], layout=layout), load(vectors.at[first + 1], layout=layout)
+
+
+def entry(vectors, layout) -> jax.Array:
+    """Decays from the chunk's start to each token; `layout` is ROWS or COLS."""
+    high, low = _sums(vectors, layout)
+    return jnp.exp2(high + low)
+
+
+def leave(vectors, layout) -> jax.Array:
+    """Decays from each token to the chunk's end."""
+    high, low = _sums(vectors, layout)
+    return jnp.exp2((vectors[2, C - 1] - high) + (vectors[3, C - 1] - low))
+
+
+def through(vectors) -> jax.Array:
+    """The decay across the chunk."""
+    return jnp.exp2(vectors[2, C - 1] + vectors[3, C - 1])
+
+
+def strength(vectors, layout) -> jax.Array:
+    """The write strengths, beta."""
+    return load(vectors.at[4 if layout is ROWS else 5], layout=layout)
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward pass of the scalar-decay family on Hopper: one sweep over the chunks in reverse.
 
-Units and blocks are those of the forward; a unit carries R^T [64, K], the gradient of its state's
-64 columns, in registers, and reads the chunk's entering state S^T. Per chunk, with decays D,
-strength w,
-e^G at the reads and e^{G_C - G} at the writes::
+Units and blocks are those of the forward. Each unit has two warpgroups. Its **owner** carries R^T
+[64, K], the gradient of its state's 64 columns, in registers, publishes it in shared memory before
+every chunk and goes on to the next one. Its **reader** computes gradients from what is published,
+the inputs and the chunk's entering state S, while the owner is at the next chunk. Per chunk, with
+decays D, strengths w, e^G at the reads and e^{G_C - G} at the writes::
 
-    P   = s (Q K^T) * D;   dP = s (dO V^T) * D * w
-    dQ  = dP K + s e^G * (dO S^T)
-    dK  = dP^T Q + e^{G_C - G} w * (V R^T)
-    u   = P^T dO + e^{G_C - G} * (K R);   dV = w u;   dw = <u, v>
-    R   = e^{G_C} R + (s e^G * Q)^T dO
+    owner    R  <- e^{G_C} R + (s e^G * Q)^T dO
+    readers  P  = s (Q K^T) * D;   dP = s (dO V^T) * D * w
+             dV = w (e^{G_C - G} * (K R) + P^T dO);   dw = <that, v> / w
+             dK = e^{G_C - G} w * (V R^T) + dP^T Q
+             dQ = s e^G * (dO S^T) + dP K
 
-Units that share q and k add their parts of dQ and dK in shared memory (in bfloat16 parts), what
-several blocks have of one head is added by the caller: no atomics, the same bits every time.
+Readers of units that share q and k take half of the columns of dQ and of dK each, for both units;
+what several blocks have of one head is added by the caller: no atomics, the same bits every time.
 
-The gradient of log-decay t sums the pairs X_ij = dP_ij (Q K^T)_ij with i >= t > j, the reads i >=
-t, the writes j < t, and what passes through the chunk. A triangle of ones times X (in bfloat16)
-gives the sums over i >= t, a masked sum of rows those over j < t; the other sums are left to the
-caller. (Sums of columns would cross warps, for which Mosaic gives all warpgroups of a block one
-buffer.)
+The gradient of log-decay t sums the pairs X_ij = dP_ij (Q K^T)_ij with i >= t > j, the reads
+i >= t, the writes j < t, and what passes through the chunk. As <q_i, dq_i> is the sum of X_ij over
+j and of what i reads, and <k_j, dk_j> that of X_ij over i and of what j writes, it is::
 
-Bytes: q, k, v, dO read and dQ, dK, dV written once each, and K V 2 bytes of state a chunk. FLOPs a
-unit and chunk: 2 C^2 (2 K + 5 64) + 8 C K 64, so 19 MFLOP for 144 KiB at K = V = 128.
+    sum_{i >= t} (<q_i, dq_i> - <k_i, dk_i>) + all writes + what passes
+
+where pairs that do not straddle t cancel: both sides come from the same rounded dP, in float32, and
+only within a chunk, so that nothing is lost where little passes.
+
+Bytes: q, k, v, dO read and dQ, dK, dV written once each, and K V 2 bytes of state a chunk: 1.1 GiB
+for 32k tokens, 16 heads, K = V = 128. FLOPs a chunk and head: 64^2 (4 K + 6 V) + 14 64 K V, more
+where units of two heads share q and k.
 """
 
 import jax
@@ -39,22 +44,18 @@ from seqmix_kernels.gpu._common import (
     accumulate,
     barrier_arrive,
     barrier_wait,
-    commit_copies_out,
     commit_smem,
     copy_in,
     copy_out,
     ds,
-    iota,
-    is_causal,
+    is_later,
     join,
     kernel,
     load,
-    matmul,
-    number_tokens,
     overlapped,
     per_column,
     per_row,
-    prefix_sums,
+    products,
     registers,
     tile,
     union,
@@ -67,8 +68,9 @@ from seqmix_kernels.gpu.scalar_plan import Plan
 
 C = CHUNK
 STAGES = 2
-ROWS_OF_GATES = 4
-"""Rows of the gates' gradients: straddling pairs; reads; writes; what passes; (strengths)."""
+SQUARE = (C, C)
+# Registers a thread of owners, readers and the feeder, of 65,536 in all, by units of a block.
+REGISTERS = {1: (200, 232, 40), 2: (104, 120, 32)}
 
 
 def backward(
@@ -77,7 +79,7 @@ def backward(
     k: jax.Array,
     v: jax.Array,
     d_out: jax.Array,
-    gates: jax.Array,
+    sums: jax.Array,
     strength: jax.Array | None,
     states: jax.Array,
     leaving: jax.Array | None,
@@ -92,7 +94,7 @@ def backward(
       k: [B, T, Hk, K] bfloat16.
       v: [B, T, Hv, V] bfloat16.
       d_out: [B, T, Ho, V] bfloat16.
-      gates: [B, Hs, chunks, 64] float32; see `gates.chunk_log2`.
+      sums: [B, Hs, chunks, 64] float32, inclusive sums of log2-decays within chunks.
       strength: [B, Hs, chunks, 64] float32, or None for 1.
       states: [B, Hs, chunks, V, K] bfloat16, transposed states entering the chunks.
       leaving: [B * pieces, Ho, V, K] float32, gradients of the states that leave the pieces, or
@@ -101,59 +103,61 @@ def backward(
 
     Returns:
       dq, dk [B, T, parts, K] bfloat16, parts of one head next to each other; dv [B, T, Ho, V]
-      bfloat16; rows of the gates' gradients [B, units, chunks, rows, 64] float32 (see
-      `ROWS_OF_GATES`); gradients of the states that enter the pieces [B * pieces, Ho, V, K]
-      float32.
+      bfloat16; gradients of the log-decays [B, sets, chunks, 64] float32, in parts next to each
+      other like those of strengths [B, units, chunks, 64] (None without); gradients of the states
+      that enter the pieces [B * pieces, Ho, V, K] float32.
     """
     p, dtype = plan, q.dtype
     batch, time = q.shape[:2]
-    total = p.blocks * p.units
-    pooled = p.units == 2 and p.shared  # the units add their dq and dk
-    parts = p.blocks if pooled else total
-    vectors = 1 if strength is None else 3
-    rows = ROWS_OF_GATES if strength is None else ROWS_OF_GATES + 1
+    units, tiles_of_keys = p.units, p.key // WIDTH
+    pooled = units == 2 and p.shared  # the readers divide the columns of dq and dk
+    parts = p.blocks if pooled else p.blocks * units
+    sets = p.sets if p.shared else 1  # sets of decays that one reader meets
+    rows = 2 * sets + (strength is not None)
+    owner_registers, reader_registers, feeder_registers = REGISTERS[units]
     out_type = (
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
         jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), dtype),
-        jax.ShapeDtypeStruct((batch, total, p.chunks, rows, C), jnp.float32),
+        jax.ShapeDtypeStruct((batch, p.blocks, p.chunks, units, rows, C), jnp.float32),
+        jax.ShapeDtypeStruct((batch, p.blocks, p.chunks, units, C), jnp.float32),
         jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
     )
-    feeder, kinds = p.units, STAGES * p.keysets
+    kinds = STAGES * p.keysets
     scratch = {
         "tiles": union(
-            [tile((2 * kinds, C, p.key), dtype)],  # q, then dq; k, then dk
-            [SMEM((p.units, WIDTH, p.key), jnp.float32)],
+            [tile((2 * kinds, C, p.key), dtype)],  # q, then k
+            [SMEM((units, WIDTH, p.key), jnp.float32)],
         ),
-        "v_s": tile((STAGES * p.units, C, WIDTH), dtype),
-        "do_s": tile((STAGES * p.units, C, WIDTH), dtype),
-        "g_s": SMEM((STAGES * p.units, vectors, C), jnp.float32),
-        # Of each unit the state, then its part of dq; its gradient, then its part of dk.
-        "sr_s": tile((2 * p.units, WIDTH, p.key), dtype),
-        "pair_s": tile((p.units, C, C), dtype),
-        "ones_s": tile((C, C), dtype),
-        "sum_s": SMEM((p.units, 2, C), jnp.float32),
-        "numbers": SMEM((2, C), jnp.float32),
-        "dg_s": SMEM((p.units, rows, C), jnp.float32),
-        "full": Barrier(num_arrivals=2 * p.keysets + (2 + vectors) * p.units, num_barriers=STAGES),
-        "free": Barrier(num_arrivals=p.units, num_barriers=STAGES),
-        "state_full": Barrier(num_arrivals=p.units),
-        "state_free": Barrier(num_arrivals=p.units),
-        "begun": Barrier(num_barriers=p.units),
-        "swap": Barrier(num_arrivals=p.units),
-        "ready": Barrier(num_arrivals=p.units + 1, num_barriers=2),
+        "v_s": tile((STAGES * units, C, WIDTH), dtype),
+        "do_s": tile((STAGES * units, C, WIDTH), dtype),
+        "g_s": SMEM((STAGES * p.sets, 2, C), jnp.float32),
+        "s_s": tile((units, WIDTH, p.key), dtype),
+        "r_s": tile((units, WIDTH, p.key), dtype),
+        "pair_s": tile((units, C, C), dtype),
+        "out_s": tile((units, C, WIDTH), dtype),
+        "full": Barrier(num_arrivals=2 * (p.keysets + units + p.sets), num_barriers=STAGES),
+        "free": Barrier(num_arrivals=2 * units, num_barriers=STAGES),
+        "state_full": Barrier(num_arrivals=units),
+        "state_free": Barrier(num_arrivals=2 * units),
+        "grad_full": Barrier(num_arrivals=units),
+        "grad_free": Barrier(num_arrivals=units),
+        "begun": Barrier(num_barriers=units),
+        "swap": Barrier(num_arrivals=units),
+        "ready": Barrier(num_arrivals=units + 1),
+        "done": Barrier(num_arrivals=2 * units + 1),
     }
     optional = [a for a in (strength, leaving) if a is not None]
 
     def body(
-        *refs, tiles, v_s, do_s, g_s, sr_s, pair_s, ones_s, sum_s, numbers, dg_s,
-        full, free, state_full, state_free, begun, swap, ready,
+        *refs, tiles, v_s, do_s, g_s, s_s, r_s, pair_s, out_s,
+        full, free, state_full, state_free, grad_full, grad_free, begun, swap, ready, done,
     ):  # fmt: skip
         (qk_s,), (ends_s,) = tiles
         q_ref, k_ref, v_ref, do_ref, g_ref, s_ref, *refs = refs
         strength_ref = None if strength is None else refs.pop(0)
         leaving_ref = None if leaving is None else refs.pop(0)
-        dq_ref, dk_ref, dv_ref, dg_ref, ends_ref = refs
+        dq_ref, dk_ref, dv_ref, dg_ref, pass_ref, ends_ref = refs
         row, index, wg = lax.axis_index("row"), lax.axis_index("block"), lax.axis_index("wg")
         b, piece = lax.div(row, p.pieces), lax.rem(row, p.pieces)
         start = piece * p.piece_chunks
@@ -162,11 +166,17 @@ def backward(
         def chunk(n):
             return start + count - 1 - n
 
-        @when(wg == feeder)
+        def of_keys(stage, unit):
+            return stage if p.keysets == 1 else stage * p.keysets + unit
+
+        def of_gates(stage, unit):
+            return stage if p.sets == 1 else stage * p.sets + unit
+
+        @when(wg == 2 * units)
         def _feed():
-            registers(40, "decrease")
+            registers(feeder_registers, "decrease")
             if leaving is not None:  # the first gradient lies where the tiles will
-                join(ready.at[0])
+                join(ready)
 
             def issue(n, _):
                 stage, c = lax.rem(n, STAGES), chunk(n)
@@ -177,27 +187,27 @@ def backward(
                     barrier_wait(free.at[stage])
 
                 bar = full.at[stage]
-                for unit in range(p.units):
+                for unit in range(units):
                     out, state, key, query, column = place(p, index, unit)
                     if unit < p.keysets:
                         at = stage * p.keysets + unit
                         copy_in(q_ref.at[b, tokens, query], qk_s.at[at], bar)
                         copy_in(k_ref.at[b, tokens, key], qk_s.at[kinds + at], bar)
-                    at, columns = stage * p.units + unit, ds(column, WIDTH)
+                    at, columns = stage * units + unit, ds(column, WIDTH)
                     copy_in(v_ref.at[b, tokens, state, columns], v_s.at[at], bar)
                     copy_in(do_ref.at[b, tokens, out, columns], do_s.at[at], bar)
-                    copy_in(g_ref.at[b, state, c], g_s.at[at, 0], bar)
-                    if strength is not None:
-                        for i in (1, 2):  # by column and by row, each from a place of its own
-                            copy_in(strength_ref.at[b, state, c], g_s.at[at, i], bar)
+                    if unit < p.sets:
+                        at = stage * p.sets + unit
+                        for i in range(2):  # to be read by row and by column
+                            copy_in(g_ref.at[b, state, c], g_s.at[at, i], bar)
 
                 @when(n > 0)
                 def _():
                     barrier_wait(state_free)
 
-                for unit in range(p.units):
+                for unit in range(units):
                     _, state, _, _, column = place(p, index, unit)
-                    copy_in(s_ref.at[b, state, c, ds(column, WIDTH)], sr_s.at[unit], state_full)
+                    copy_in(s_ref.at[b, state, c, ds(column, WIDTH)], s_s.at[unit], state_full)
 
             lax.fori_loop(0, count, issue, None)
 
@@ -206,165 +216,264 @@ def backward(
 
             lax.fori_loop(jnp.maximum(count - STAGES, 0), count, drain, None)
             barrier_wait(state_free)
-            join(ready.at[1])
+            join(done)
 
-        @when(wg < feeder)
-        def _compute():
-            registers(232, "increase")
+        @when(wg < units)
+        def _own():
+            registers(owner_registers, "increase")
             out, _, _, _, column = place(p, index, wg)
-            square, narrow, wide = (C, C), (C, WIDTH), (C, p.key)
-            columns, unit = ds(column, WIDTH), index * p.units + wg
-
-            @when(wg == 0)
-            def _():  # [t, i] = 1 where i >= t
-                later = iota(square, 1) >= iota(square, 0)
-                ones_s[...] = jnp.where(later, 1.0, 0.0).astype(dtype)
-                number_tokens(numbers)
-
+            columns = ds(column, WIDTH)
+            slices = [ds(i * WIDTH, WIDTH) for i in range(tiles_of_keys)]
             if leaving is not None:
                 copy_in(leaving_ref.at[row, out, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])
-                first = load(ends_s.at[wg], layout=WGMMA)
+                first = tuple(load(ends_s.at[wg, :, at], layout=WGMMA) for at in slices)
                 commit_smem()
-                join(ready.at[0])
+                join(ready)
             else:
-                first = zeros((WIDTH, p.key))
-            commit_smem()
-            if p.units > 1:
-                join(swap)
+                first = tuple(zeros(SQUARE) for _ in slices)
 
-            def step(n, r):
-                stage, c = lax.rem(n, STAGES), chunk(n)
-                at, tokens = stage * p.units + wg, ds(c * C, C)
-                tiles_at = stage if p.keysets == 1 else at
-                q_t, k_t = qk_s.at[tiles_at], qk_s.at[kinds + tiles_at]
-                v_t, do_t, pair_t = v_s.at[at], do_s.at[at], pair_s.at[wg]
-                g, state_t, grad_t = g_s.at[at], sr_s.at[wg], sr_s.at[p.units + wg]
-                sums, dg = sum_s.at[wg], dg_s.at[wg]
-                grad_t[...] = r.astype(dtype)
+            def step(n, grad):
+                stage = lax.rem(n, STAGES)
+                at = stage * units + wg
+                q_t, do_t, g = qk_s.at[of_keys(stage, wg)], do_s.at[at], g_s.at[of_gates(stage, wg)]
+                state_t, grad_t = s_s.at[wg], r_s.at[wg]
                 barrier_wait(full.at[stage])
-                total = prefix_sums(g.at[0], sums, numbers)
-                commit_smem()
-                end = sums[1, C - 1]
-                leave, entry = jnp.exp2(end - total), jnp.exp2(total) * scale
-                through = jnp.exp2(end)
-
-                def decays():
-                    total_c = load(sums.at[1], layout=COLS)
-                    decay = per_row(total, square) - per_column(total_c, square)
-                    return jnp.exp2(jnp.where(is_causal(numbers), decay, -jnp.inf)) * scale
-
-                (scores, d_pairs), decay = overlapped([(q_t, k_t.T), (do_t, v_t.T)], decays)
-                d_pairs = d_pairs * decay
-                if strength is not None:
-                    d_pairs = d_pairs * per_column(load(g.at[1], layout=COLS), square)
-                pair_t[...] = (d_pairs * scores).astype(dtype)
-                pairs, d_pairs = (scores * decay).astype(dtype), d_pairs.astype(dtype)
-                commit_smem()
-                # What the last step sent has left its tiles by now.
-                wait_copies_out(0, wait_read_only=True)
+                entry = jnp.exp2(load(g.at[1], layout=COLS)) * scale
+                through = jnp.exp2(g[0, C - 1])
+                d_read = load(do_t.T, layout=WGMMA).astype(jnp.float32)
+                d_read = (d_read * per_column(entry, SQUARE)).astype(dtype)
 
                 @when(n > 0)
                 def _():
-                    barrier_arrive(free.at[1 - stage])
+                    barrier_wait(grad_free)
 
-                # Straddling pairs; what the leaving state's gradient gives to the values.
-                (later, from_state), values = overlapped(
-                    [(ones_s, pair_t), (k_t, grad_t.T)],
-                    lambda: load(v_t, layout=WGMMA).astype(jnp.float32),
+                for part, at in zip(grad, slices, strict=True):
+                    grad_t.at[:, at][...] = part.astype(dtype)
+                commit_smem()
+                barrier_arrive(grad_full)
+                grad = accumulate(
+                    *(
+                        (part * through, d_read, q_t.at[:, at])
+                        for part, at in zip(grad, slices, strict=True)
+                    )
                 )
-                pair_t[...] = pairs
                 commit_smem()
-                straddling = jnp.where(is_causal(numbers, strict=True), later, 0.0)
-                dg.at[0][...] = straddling.sum(axis=1)
-                from_state = from_state * per_row(leave, narrow)
-                writes = (from_state * values).sum(axis=1)
+                barrier_arrive(free.at[stage])
 
-                # Values and strengths.
-                u = matmul(pair_t.T, do_t) + from_state
-                pair_t[...] = d_pairs
-                if strength is not None:
-                    values = load(v_t, layout=WGMMA).astype(jnp.float32)
-                    dg.at[4][...] = (u * values).sum(axis=1)
-                    write = load(g.at[2], layout=ROWS)
-                    writes, leave = writes * write, leave * write
-                    u = u * per_row(write, narrow)
-                dg.at[2][...] = writes
-
-                # Keys.
-                dk = matmul(v_t, grad_t)
-                v_t[...] = u.astype(dtype)  # dv
-                commit_smem()
-                (dk,) = accumulate((dk * per_row(leave, wide), pair_t.T, q_t))
-                dk = dk.astype(dtype)
-                if pooled:
-                    grad_t[...] = dk
-
-                # Queries and the gradient of the state.
+                # What passes through the chunk, by columns of the state.
                 barrier_wait(state_full)
-                passing = (load(state_t, layout=WGMMA).astype(jnp.float32) * r).sum(axis=1)
-                dg.at[3][...] = passing * through
-
-                def seen():
-                    entry_c = jnp.exp2(load(sums.at[1], layout=COLS)) * scale
-                    d_out_t = load(do_t.T, layout=WGMMA).astype(jnp.float32)
-                    return (d_out_t * per_column(entry_c, (WIDTH, C))).astype(dtype)
-
-                (read,), reading = overlapped([(q_t, state_t.T)], seen)
-                d_read = load(do_t, layout=WGMMA).astype(jnp.float32)
-                dg.at[1][...] = (read * d_read).sum(axis=1) * entry
-                dq = matmul(do_t, state_t)
-                dq, r = accumulate(
-                    (dq * per_row(entry, wide), pair_t, k_t), (r * through, reading, q_t)
+                passing = sum(
+                    (
+                        load(state_t.at[:, at], layout=WGMMA).astype(jnp.float32)
+                        * load(grad_t.at[:, at], layout=WGMMA).astype(jnp.float32)
+                    ).sum(axis=1)
+                    for at in slices
                 )
-                dq = dq.astype(dtype)
-
-                if pooled:
-                    # The first unit adds dq, the second dk; q and k are no longer read.
-                    state_t[...] = dq
-                    join(swap)
-                    both = load(sr_s.at[2 * wg], layout=WGMMA).astype(jnp.float32)
-                    both = both + load(sr_s.at[2 * wg + 1], layout=WGMMA).astype(jnp.float32)
-                    mine = qk_s.at[kinds * wg + stage]
-                    mine[...] = both.astype(dtype)
-                    join(swap)
-                else:
-                    q_t[...] = dq
-                    k_t[...] = dk
                 commit_smem()
                 barrier_arrive(state_free)
-                copy_out(dg, dg_ref.at[b, unit, c], commit_group=False)
-                copy_out(v_t, dv_ref.at[b, tokens, out, columns], commit_group=False)
-                if pooled:
+                pass_ref.at[b, index, chunk(n), wg][...] = passing * through
+                return tuple(grad)
 
-                    @when(wg == 0)
-                    def _():
-                        copy_out(mine, dq_ref.at[b, tokens, index], commit_group=False)
-
-                    @when(wg == 1)
-                    def _():
-                        copy_out(mine, dk_ref.at[b, tokens, index], commit_group=False)
-                else:
-                    copy_out(q_t, dq_ref.at[b, tokens, unit], commit_group=False)
-                    copy_out(k_t, dk_ref.at[b, tokens, unit], commit_group=False)
-                commit_copies_out()
-                return r
-
-            r = lax.fori_loop(0, count, step, first)
-            wait_copies_out(0, wait_read_only=True)
-            barrier_arrive(free.at[lax.rem(count - 1, STAGES)])
-            join(ready.at[1])  # the end goes where the tiles were
-            ends_s.at[wg][...] = r
+            grad = lax.fori_loop(0, count, step, first)
+            join(done)  # the end goes where the tiles were
+            for part, at in zip(grad, slices, strict=True):
+                ends_s.at[wg, :, at][...] = part
             commit_smem()
             copy_out(ends_s.at[wg], ends_ref.at[row, out, columns])
             wait_copies_out(0)
 
-    return kernel(
+        @when((wg >= units) & (wg < 2 * units))
+        def _read():
+            registers(reader_registers, "increase")
+            me = wg - units
+            out, _, _, _, column = place(p, index, me)
+            part = index if pooled else index * units + me
+            everyone = range(units) if pooled else [me]
+            members = [everyone] if p.whole else [[u] for u in everyone]  # units of each set
+
+            def send(x, ref):
+                wait_copies_out(0, wait_read_only=True)
+                out_s.at[me][...] = x.astype(dtype)
+                commit_smem()
+                copy_out(out_s.at[me], ref)
+
+            def step(n, _):
+                stage, c = lax.rem(n, STAGES), chunk(n)
+                tokens = ds(c * C, C)
+                key_at = of_keys(stage, me)
+                q_t, k_t = qk_s.at[key_at], qk_s.at[kinds + key_at]
+                g, grad_t = g_s.at[of_gates(stage, me)], r_s.at[me]
+                dg = dg_ref.at[b, index, c, me]
+
+                def of_unit(ref, u):
+                    return ref.at[stage * units + u]
+
+                def gates_of(i):
+                    return g_s.at[of_gates(stage, members[i][0])]
+
+                def pairs_of(i):
+                    return pair_s.at[me if len(members) == 1 else i]
+
+                if strength is not None:  # by set; no room for them in shared memory
+                    strengths = [
+                        load(
+                            strength_ref.at[b, place(p, index, of[0]).state, c],
+                            layout=ROWS, optimized=False,
+                        )
+                        for of in members
+                    ]  # fmt: skip
+                    strength_t = (
+                        strengths[0] if len(members) == 1 else jnp.where(me == 0, *strengths)
+                    )
+                barrier_wait(full.at[stage])
+
+                def decays():  # from token (row) to token (column)
+                    by_column = per_column(load(g.at[1], layout=COLS), SQUARE)
+                    decay = by_column - per_row(load(g.at[0], layout=ROWS), SQUARE)
+                    return jnp.exp2(jnp.where(is_later(), decay, -jnp.inf)) * scale
+
+                (scores, d_pairs), decay = overlapped(
+                    [
+                        [(k_t, q_t.T)],
+                        [
+                            (of_unit(v_s, u), of_unit(do_s, u).T)
+                            for u in (members[0] if p.whole else [me])
+                        ],
+                    ],
+                    decays,
+                )
+                scores, d_pairs = (scores * decay).astype(dtype), d_pairs * decay
+                if strength is not None:
+                    d_pairs = d_pairs * per_row(strength_t, SQUARE)
+                pair_s.at[me][...] = d_pairs.astype(dtype)
+                commit_smem()
+                if len(members) > 1:
+                    join(swap)
+
+                def writing(g):
+                    return jnp.exp2(g[0, C - 1] - load(g.at[0], layout=ROWS))
+
+                # Values.
+                barrier_wait(grad_full)
+                inter, intra = products([(k_t, grad_t.T)], [(scores, of_unit(do_s, me))])
+                dv = inter * per_row(writing(g), SQUARE) + intra
+                if strength is not None:
+                    values = load(of_unit(v_s, me), layout=WGMMA).astype(jnp.float32)
+                    dg.at[2 * sets][...] = (dv * values).sum(axis=1)
+                    dv = dv * per_row(strength_t, SQUARE)
+                send(dv, dv_ref.at[b, tokens, out, ds(column, WIDTH)])
+
+                def keys(i, at):
+                    """A set's part of dk, what its tokens write and <k, dk>, by token."""
+                    inter, intra = products(
+                        [(of_unit(v_s, u), r_s.at[u, :, at]) for u in members[i]],
+                        [(pairs_of(i), q_t.at[:, at])],
+                    )
+                    g = gates_of(i)
+                    write = writing(g)
+                    if strength is not None:
+                        write = write * strengths[i]
+                    inter = inter * per_row(write, SQUARE)
+                    total = inter + intra
+                    k = load(k_t.at[:, at], layout=WGMMA).astype(jnp.float32)
+                    return total, (inter * k).sum(axis=1), (total * k).sum(axis=1)
+
+                def queries(i, at):
+                    """A set's part of dq, and <q, dq> by token."""
+                    inter, intra = products(
+                        [(of_unit(do_s, u), s_s.at[u, :, at]) for u in members[i]],
+                        [(pairs_of(i).T, k_t.at[:, at])],
+                    )
+                    entry = jnp.exp2(load(gates_of(i).at[0], layout=ROWS)) * scale
+                    total = inter * per_row(entry, SQUARE) + intra
+                    q = load(q_t.at[:, at], layout=WGMMA).astype(jnp.float32)
+                    return total, (total * q).sum(axis=1)
+
+                def all_keys(blocks):
+                    """Sends dk; what the tokens write and -<k, dk>, by set."""
+                    found = [[0.0, 0.0] for _ in members]
+                    for block in blocks:
+                        at, dk = ds(block * WIDTH, WIDTH), 0.0
+                        for i, sums in enumerate(found):
+                            total, write, both = keys(i, at)
+                            dk, sums[0], sums[1] = dk + total, sums[0] + write, sums[1] - both
+                        send(dk, dk_ref.at[b, tokens, part, at])
+                    return found
+
+                def all_queries(blocks):
+                    """Sends dq; <q, dq> by set."""
+                    found = [0.0 for _ in members]
+                    for block in blocks:
+                        at, dq = ds(block * WIDTH, WIDTH), 0.0
+                        for i in range(len(members)):
+                            total, both = queries(i, at)
+                            dq, found[i] = dq + total, found[i] + both
+                        send(dq, dq_ref.at[b, tokens, part, at])
+                    return found
+
+                if pooled and tiles_of_keys == 1:  # one reader has dk, the other dq
+
+                    @when(me == 0)
+                    def _():
+                        for i, (write, both) in enumerate(all_keys([0])):
+                            dg.at[2 * i][...], dg.at[2 * i + 1][...] = both, write
+                        barrier_arrive(grad_free)
+                        barrier_wait(state_full)
+
+                    @when(me == 1)
+                    def _():
+                        barrier_arrive(grad_free)
+                        barrier_wait(state_full)
+                        for i, both in enumerate(all_queries([0])):
+                            dg.at[2 * i][...], dg.at[2 * i + 1][...] = both, both * 0.0
+
+                else:
+                    blocks = [me] if pooled else range(tiles_of_keys)
+                    by_keys = all_keys(blocks)
+                    barrier_arrive(grad_free)
+                    barrier_wait(state_full)
+                    by_queries = all_queries(blocks)
+                    for i, ((write, both), read) in enumerate(
+                        zip(by_keys, by_queries, strict=True)
+                    ):
+                        dg.at[2 * i][...], dg.at[2 * i + 1][...] = both + read, write
+                commit_smem()
+                barrier_arrive(state_free)
+                barrier_arrive(free.at[stage])
+                if len(members) > 1:
+                    join(swap)
+
+            lax.fori_loop(0, count, step, None)
+            wait_copies_out(0)
+            join(done)
+
+    dq, dk, dv, dg, passing, ends = kernel(
         body,
         name="scalar_decay_backward",
         out_type=out_type,
         scratch=scratch,
         grid=(batch * p.pieces, p.blocks),
         grid_names=("row", "block"),
-        warpgroups=p.units + 1,
-    )(q, k, v, d_out, gates, states, *optional)
+        warpgroups=2 * units + 1,
+    )(q, k, v, d_out, sums, states, *optional)
+    return dq, dk, dv, *_gates(p, dg, passing, sets), ends
+
+
+def _gates(plan, dg, passing, sets):
+    """Gradients of log-decays [B, sets, chunks, 64], and of strengths, from what readers found."""
+    p, batch = plan, dg.shape[0]
+    dg = jnp.moveaxis(dg, 3, 2)  # [B, blocks, units, chunks, rows, 64]
+    found = dg[..., : 2 * sets, :].reshape(*dg.shape[:4], sets, 2, C)
+    if p.shared:  # each reader has a part of every set
+        found = jnp.moveaxis(jnp.sum(found, axis=2), 3, 2)
+    else:
+        found = found[..., 0, :, :]
+    both, writes = found[..., 0, :], found[..., 1, :]
+    passing = jnp.sum(passing.reshape(batch, p.blocks, p.chunks, p.sets, -1), axis=-1)
+    ends = jnp.sum(writes, axis=-1) + jnp.moveaxis(passing, 2, 3)
+    later = jnp.flip(jnp.cumsum(jnp.flip(both, -1), axis=-1), -1)
+    d_log = (later + ends[..., None]).reshape(batch, -1, p.chunks, C)
+    if dg.shape[-2] == 2 * sets:
+        return d_log, None
+    return d_log, dg[..., -1, :].reshape(batch, -1, p.chunks, C)

@@ -138,21 +138,21 @@ def forward(
       keep: whether residuals are wanted.
 
     Returns:
-      out [B, T, Ho, V]; final state [B, Hs, K, V] float32; residuals: the states that
-      enter the pieces, and (where one query reads each state) those that enter the chunks.
+      out [B, T, Ho, V]; final state [B, Hs, K, V] float32; residuals: the states that enter the
+      pieces, sums of log-decays, and (where one query reads each state) the states that enter the
+      chunks.
     """
     del interpret, shared
 
     def run_forward(q, k, v, log_decay, strength, state, run):
         call = _Call(options, q, k, v, log_decay, strength, run)
         entering = call.entering(state)
-        store = keep and call.heads.queries == 1
-        out, last, *states = scalar_forward.forward(
+        out, last, *kept = scalar_forward.forward(
             call.plan, call.q, call.k, call.v, call.gates, call.strength, flat(entering),
-            scale=call.scale, out_dtype=call.out_dtype, store=store,
+            scale=call.scale, out_dtype=call.out_dtype, keep=keep,
         )  # fmt: skip
         last = call.by_piece(last)[:, -1, :: call.heads.queries]
-        kept = (entering, *states) if keep else ()
+        kept = (entering, *kept) if keep else ()
         return out[:, : call.time, :, : call.value], cut_state(last, call.key, call.value), kept
 
     strength, state, run = rest if len(rest) == 3 else (None, *rest)
@@ -184,29 +184,30 @@ def backward(
     def run_backward(q, k, v, log_decay, strength, state, run, kept, d_out, d_final):
         call = _Call(options, q, k, v, log_decay, strength, run)
         p, heads, batch = call.plan, call.heads, call.batch
-        entering, *states = kept
+        entering, sums, *states = kept
         if not states:
             _, *states = scalar_states.sweep(
                 call.state_plan, call.v, call.k, call.gates, call.strength, flat(entering),
                 reverse=False, store=True,
             )  # fmt: skip
         d_out = whole(d_out)
-        dq, dk, dv, dg, d_entering = scalar_backward.backward(
-            p, call.q, call.k, call.v, d_out, call.gates, call.strength, states[0],
+        dq, dk, dv, d_log, d_strength, d_entering = scalar_backward.backward(
+            p, call.q, call.k, call.v, d_out, sums, call.strength, states[0],
             flat(call.leaving(d_final, d_out)), scale=call.scale,
         )  # fmt: skip
         dq = _summed(dq, q.shape[2])[:, : call.time, :, : call.key].astype(q.dtype)
         dk = _summed(dk, k.shape[2])[:, : call.time, :, : call.key].astype(k.dtype)
         dv = _summed(dv, v.shape[2])[:, : call.time, :, : call.value].astype(v.dtype)
-        dg = jnp.sum(dg.reshape(batch, heads.states, -1, *dg.shape[2:]), axis=2)
-        straddling, reads, writes, passing = (dg[:, :, :, i] for i in range(4))
-        d_log = straddling + gates.suffix_sums(reads) + gates.prefix_sums_exclusive(writes)
-        d_log = gates.from_chunks(d_log + jnp.sum(passing, axis=-1, keepdims=True), call.time)
+
+        def of_tokens(parts):
+            parts = parts.reshape(batch, heads.states, -1, *parts.shape[2:])
+            return gates.from_chunks(jnp.sum(parts, axis=2), call.time)
+
         d_state = call.by_piece(d_entering)[:, 0]
         d_state = jnp.sum(d_state.reshape(batch, heads.states, -1, *d_state.shape[2:]), axis=2)
-        d_arrays = (dq, dk, dv, d_log)
+        d_arrays = (dq, dk, dv, of_tokens(d_log))
         if strength is not None:
-            d_arrays = (*d_arrays, gates.from_chunks(dg[:, :, :, 4], call.time))
+            d_arrays = (*d_arrays, of_tokens(d_strength))
         return d_arrays, cut_state(d_state, call.key, call.value)
 
     arguments = rest if len(rest) == 6 else (None, *rest)

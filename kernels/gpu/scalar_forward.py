@@ -29,6 +29,7 @@ from seqmix_kernels.gpu._common import (
     accumulate,
     barrier_arrive,
     barrier_wait,
+    commit_copies_out,
     commit_smem,
     copy_in,
     copy_out,
@@ -67,9 +68,9 @@ def forward(
     *,
     scale: float,
     out_dtype,
-    store: bool,
+    keep: bool,
 ) -> list[jax.Array]:
-    """Outputs and end states.
+    """Outputs, end states, and what the backward pass reads.
 
     Args:
       plan: the cut.
@@ -81,11 +82,12 @@ def forward(
       entering: [B * pieces, Hs, V, K] float32, transposed states entering the pieces; None: zeros.
       scale: factor on the output.
       out_dtype: dtype of the output.
-      store: also write the states that enter the chunks; only for one query a state.
+      keep: also write the sums of log2-decays within chunks and, if one query head reads each
+        state, the states that enter the chunks.
 
     Returns:
-      out [B, T, Ho, V]; states after the pieces [B * pieces, Ho, V, K] float32; with
-      `store`, the states that enter the chunks [B, Hs, chunks, V, K] bfloat16.
+      out [B, T, Ho, V]; states after the pieces [B * pieces, Ho, V, K] float32; with `keep`, sums
+      [B, Hs, chunks, 64] float32, and states [B, Hs, chunks, V, K] bfloat16.
     """
     p, dtype = plan, q.dtype
     batch, time = q.shape[:2]
@@ -98,6 +100,9 @@ def forward(
         jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), out_dtype),
         jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
     )
+    store = keep and p.heads.queries == 1
+    if keep:
+        out_type = (*out_type, jax.ShapeDtypeStruct(gates.shape, jnp.float32))
     if store:
         shape = (batch, p.heads.states, p.chunks, p.value, p.key)
         out_type = (*out_type, jax.ShapeDtypeStruct(shape, dtype))
@@ -127,6 +132,7 @@ def forward(
         (q_s, k_s), (ends_s,) = tiles
         q_ref, k_ref, v_ref, g_ref, *rest = refs
         states_ref = rest.pop() if store else None
+        sums_ref = rest.pop() if keep else None
         *rest, out_ref, last_ref = rest
         strength_ref = None if strength is None else rest[0]
         first_ref = None if entering is None else rest[-1]
@@ -176,6 +182,7 @@ def forward(
             registers(232, "increase")
             head, state, _, _, column = place(p, index, wg)
             square, columns = (C, C), ds(column, WIDTH)
+            first_of_state = (column == 0) & (lax.rem(head, p.heads.queries) == 0)
             number_tokens(numbers.at[wg])
             commit_smem()
             if entering is not None:
@@ -192,14 +199,23 @@ def forward(
                 at = stage * p.units + wg
                 qk = stage if p.keysets == 1 else at
                 g, sums = g_s.at[at], sum_s.at[wg]
-                if store:
+                if keep:
                     wait_copies_out(1, wait_read_only=True)
                 state_s.at[wg][...] = s.astype(dtype)
                 barrier_wait(full.at[stage])
                 total = prefix_sums(g.at[0], sums, numbers.at[wg])
                 commit_smem()
-                if store:
-                    copy_out(state_s.at[wg], states_ref.at[b, state, start + n, columns])
+                if keep:
+                    c = start + n
+
+                    @when(first_of_state)
+                    def _():
+                        copy_out(sums.at[1], sums_ref.at[b, state, c], commit_group=False)
+
+                    if store:
+                        kept = states_ref.at[b, state, c, columns]
+                        copy_out(state_s.at[wg], kept, commit_group=False)
+                    commit_copies_out()
                 end = sums[1, C - 1]
 
                 def write():
@@ -212,7 +228,7 @@ def forward(
                     return (values * per_column(leave, (WIDTH, C))).astype(dtype), factor
 
                 (scores, out), (written, factor) = overlapped(
-                    [(q_s.at[qk], k_s.at[qk].T), (q_s.at[qk], state_s.at[wg].T)], write
+                    [[(q_s.at[qk], k_s.at[qk].T)], [(q_s.at[qk], state_s.at[wg].T)]], write
                 )
                 decay = per_row(total, square) - per_column(load(sums.at[1], layout=COLS), square)
                 weights = scores * jnp.exp2(jnp.where(is_causal(numbers.at[wg]), decay, -jnp.inf))
@@ -226,7 +242,7 @@ def forward(
                     ),
                     (s * jnp.exp2(end), written, k_s.at[qk]),
                 )
-                wait_copies_out(1 if store else 0, wait_read_only=True)
+                wait_copies_out(1 if keep else 0, wait_read_only=True)
                 out_s.at[wg][...] = (out * scale).astype(out_dtype)
                 commit_smem()
                 barrier_arrive(free.at[stage])

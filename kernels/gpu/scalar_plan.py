@@ -19,6 +19,7 @@ class Plan(NamedTuple):
       pieces: pieces of a row.
       units: units of a block, 1 or 2.
       shared: whether the two units of a block have the same q and k.
+      whole: whether they are columns of one output head, with the same decays too.
     """
 
     heads: Heads
@@ -28,6 +29,7 @@ class Plan(NamedTuple):
     pieces: int
     units: int
     shared: bool
+    whole: bool
 
     @property
     def columns(self) -> int:
@@ -43,6 +45,11 @@ class Plan(NamedTuple):
     def keysets(self) -> int:
         """Tiles of q and of k that a block holds per chunk."""
         return 1 if self.shared else self.units
+
+    @property
+    def sets(self) -> int:
+        """Output heads, and so sets of decays, of a block."""
+        return 1 if self.whole else self.units
 
     @property
     def piece_chunks(self) -> int:
@@ -65,10 +72,12 @@ def plan(
     """
     total = heads.outputs * (value // WIDTH)
     units = 2 if total % 2 == 0 else 1
-    per_key = heads.values * (value // WIDTH)  # neighbouring units that read one q head
-    shared = units == 1 or per_key % 2 == 0
+    columns = value // WIDTH
+    whole = units == 1 or columns % 2 == 0
+    # Else neighbouring units are of two output heads, which read one q head if values are grouped.
+    shared = whole or (heads.queries == 1 and heads.values * columns % 2 == 0)
     blocks = batch * total // units
     if pieces is None:
         pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // 4))
         pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
-    return Plan(heads, key, value, chunks, pieces, units, shared)
+    return Plan(heads, key, value, chunks, pieces, units, shared, whole)

@@ -153,6 +153,15 @@ def prefix_sums(raw: Any, sums: Any, numbers: Any) -> jax.Array:
     return total
 
 
+def unknown_zero(log_decay: jax.Array) -> jax.Array:
+    """An int32 zero that the compiler cannot know; `log_decay` is any number that is not above 0.
+
+    Added to the indices of tiles. Swizzled addresses are many to a tile, and where they do not
+    change the compiler computes them all before the loop over the chunks: it runs out of registers.
+    """
+    return jnp.where(log_decay > 1.0, 1, 0)
+
+
 def iota(shape: tuple[int, int], axis: int) -> jax.Array:
     """Row (axis 0) or column (axis 1) numbers of a tile."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)

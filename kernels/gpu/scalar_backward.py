@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from seqmix_kernels.gpu import gates
 from seqmix_kernels.gpu._common import (
     CHUNK,
     COLS,
@@ -59,6 +60,7 @@ from seqmix_kernels.gpu._common import (
     registers,
     tile,
     union,
+    unknown_zero,
     wait_copies_out,
     when,
     zeros,
@@ -69,8 +71,8 @@ from seqmix_kernels.gpu.scalar_plan import Plan
 C = CHUNK
 STAGES = 2
 SQUARE = (C, C)
-# Registers a thread of owners, readers and the feeder, of 65,536 in all, by units of a block.
-REGISTERS = {1: (200, 232, 40), 2: (104, 120, 32)}
+# Registers a thread, where four warpgroups have 128 each to begin with.
+OWNER, READER = 120, 136
 
 
 def backward(
@@ -114,7 +116,6 @@ def backward(
     parts = p.blocks if pooled else p.blocks * units
     sets = p.sets if p.shared else 1  # sets of decays that one reader meets
     rows = 2 * sets + (strength is not None)
-    owner_registers, reader_registers, feeder_registers = REGISTERS[units]
     out_type = (
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
@@ -144,8 +145,8 @@ def backward(
         "grad_free": Barrier(num_arrivals=units),
         "begun": Barrier(num_barriers=units),
         "swap": Barrier(num_arrivals=units),
-        "ready": Barrier(num_arrivals=units + 1),
-        "done": Barrier(num_arrivals=2 * units + 1),
+        "ready": Barrier(num_arrivals=units),
+        "done": Barrier(num_arrivals=2 * units),
     }
     optional = [a for a in (strength, leaving) if a is not None]
 
@@ -172,55 +173,34 @@ def backward(
         def of_gates(stage, unit):
             return stage if p.sets == 1 else stage * p.sets + unit
 
-        @when(wg == 2 * units)
-        def _feed():
-            registers(feeder_registers, "decrease")
-            if leaving is not None:  # the first gradient lies where the tiles will
-                join(ready)
+        def feed(n):
+            """Starts the copies of a chunk's inputs."""
+            stage, c = lax.rem(n, STAGES), chunk(n)
+            tokens, bar = ds(c * C, C), full.at[stage]
+            for unit in range(units):
+                out, state, key, query, column = place(p, index, unit)
+                if unit < p.keysets:
+                    at = stage * p.keysets + unit
+                    copy_in(q_ref.at[b, tokens, query], qk_s.at[at], bar)
+                    copy_in(k_ref.at[b, tokens, key], qk_s.at[kinds + at], bar)
+                at, columns = stage * units + unit, ds(column, WIDTH)
+                copy_in(v_ref.at[b, tokens, state, columns], v_s.at[at], bar)
+                copy_in(do_ref.at[b, tokens, out, columns], do_s.at[at], bar)
+                if unit < p.sets:
+                    at = stage * p.sets + unit
+                    for i in range(2):  # to be read by row and by column
+                        copy_in(g_ref.at[b, state, c], g_s.at[at, i], bar)
 
-            def issue(n, _):
-                stage, c = lax.rem(n, STAGES), chunk(n)
-                tokens = ds(c * C, C)
-
-                @when(n >= STAGES)
-                def _():
-                    barrier_wait(free.at[stage])
-
-                bar = full.at[stage]
-                for unit in range(units):
-                    out, state, key, query, column = place(p, index, unit)
-                    if unit < p.keysets:
-                        at = stage * p.keysets + unit
-                        copy_in(q_ref.at[b, tokens, query], qk_s.at[at], bar)
-                        copy_in(k_ref.at[b, tokens, key], qk_s.at[kinds + at], bar)
-                    at, columns = stage * units + unit, ds(column, WIDTH)
-                    copy_in(v_ref.at[b, tokens, state, columns], v_s.at[at], bar)
-                    copy_in(do_ref.at[b, tokens, out, columns], do_s.at[at], bar)
-                    if unit < p.sets:
-                        at = stage * p.sets + unit
-                        for i in range(2):  # to be read by row and by column
-                            copy_in(g_ref.at[b, state, c], g_s.at[at, i], bar)
-
-                @when(n > 0)
-                def _():
-                    barrier_wait(state_free)
-
-                for unit in range(units):
-                    _, state, _, _, column = place(p, index, unit)
-                    copy_in(s_ref.at[b, state, c, ds(column, WIDTH)], s_s.at[unit], state_full)
-
-            lax.fori_loop(0, count, issue, None)
-
-            def drain(n, _):
-                barrier_wait(free.at[lax.rem(n, STAGES)])
-
-            lax.fori_loop(jnp.maximum(count - STAGES, 0), count, drain, None)
-            barrier_wait(state_free)
-            join(done)
+        def feed_states(n):
+            for unit in range(units):
+                _, state, _, _, column = place(p, index, unit)
+                ref = s_ref.at[b, state, chunk(n), ds(column, WIDTH)]
+                copy_in(ref, s_s.at[unit], state_full)
 
         @when(wg < units)
         def _own():
-            registers(owner_registers, "increase")
+            if units == 2:
+                registers(OWNER, "decrease")
             out, _, _, _, column = place(p, index, wg)
             columns = ds(column, WIDTH)
             slices = [ds(i * WIDTH, WIDTH) for i in range(tiles_of_keys)]
@@ -229,20 +209,26 @@ def backward(
                 barrier_wait(begun.at[wg])
                 first = tuple(load(ends_s.at[wg, :, at], layout=WGMMA) for at in slices)
                 commit_smem()
-                join(ready)
+                join(ready)  # the first gradients lie where the tiles will
             else:
                 first = tuple(zeros(SQUARE) for _ in slices)
+
+            @when(wg == 0)
+            def _():
+                feed(0)
+                feed_states(0)
+
+                @when(count > 1)
+                def _():
+                    feed(1)
 
             def step(n, grad):
                 stage = lax.rem(n, STAGES)
                 at = stage * units + wg
                 q_t, do_t, g = qk_s.at[of_keys(stage, wg)], do_s.at[at], g_s.at[of_gates(stage, wg)]
-                state_t, grad_t = s_s.at[wg], r_s.at[wg]
                 barrier_wait(full.at[stage])
-                entry = jnp.exp2(load(g.at[1], layout=COLS)) * scale
-                through = jnp.exp2(g[0, C - 1])
-                d_read = load(do_t.T, layout=WGMMA).astype(jnp.float32)
-                d_read = (d_read * per_column(entry, SQUARE)).astype(dtype)
+                same = wg + unknown_zero(g[0, 0])
+                state_t, grad_t = s_s.at[same], r_s.at[same]
 
                 @when(n > 0)
                 def _():
@@ -252,6 +238,21 @@ def backward(
                     grad_t.at[:, at][...] = part.astype(dtype)
                 commit_smem()
                 barrier_arrive(grad_full)
+
+                @when((wg == 0) & (n > 0))
+                def _():
+                    barrier_wait(state_free)
+                    feed_states(n)
+                    barrier_wait(free.at[1 - stage])
+
+                    @when(n + 1 < count)
+                    def _():
+                        feed(n + 1)
+
+                entry = jnp.exp2(load(g.at[1], layout=COLS)) * scale
+                through = jnp.exp2(g[0, C - 1])
+                d_read = load(do_t.T, layout=WGMMA).astype(jnp.float32)
+                d_read = (d_read * per_column(entry, SQUARE)).astype(dtype)
                 grad = accumulate(
                     *(
                         (part * through, d_read, q_t.at[:, at])
@@ -276,6 +277,12 @@ def backward(
                 return tuple(grad)
 
             grad = lax.fori_loop(0, count, step, first)
+
+            @when(wg == 0)
+            def _():  # phases that nothing waited for yet
+                barrier_wait(state_free)
+                barrier_wait(free.at[lax.rem(count - 1, STAGES)])
+
             join(done)  # the end goes where the tiles were
             for part, at in zip(grad, slices, strict=True):
                 ends_s.at[wg, :, at][...] = part
@@ -283,9 +290,10 @@ def backward(
             copy_out(ends_s.at[wg], ends_ref.at[row, out, columns])
             wait_copies_out(0)
 
-        @when((wg >= units) & (wg < 2 * units))
+        @when(wg >= units)
         def _read():
-            registers(reader_registers, "increase")
+            if units == 2:
+                registers(READER, "increase")
             me = wg - units
             out, _, _, _, column = place(p, index, me)
             part = index if pooled else index * units + me
@@ -303,7 +311,7 @@ def backward(
                 tokens = ds(c * C, C)
                 key_at = of_keys(stage, me)
                 q_t, k_t = qk_s.at[key_at], qk_s.at[kinds + key_at]
-                g, grad_t = g_s.at[of_gates(stage, me)], r_s.at[me]
+                g = g_s.at[of_gates(stage, me)]
                 dg = dg_ref.at[b, index, c, me]
 
                 def of_unit(ref, u):
@@ -313,20 +321,19 @@ def backward(
                     return g_s.at[of_gates(stage, members[i][0])]
 
                 def pairs_of(i):
-                    return pair_s.at[me if len(members) == 1 else i]
+                    return pair_s.at[(me if len(members) == 1 else i) + zero]
 
-                if strength is not None:  # by set; no room for them in shared memory
-                    strengths = [
-                        load(
-                            strength_ref.at[b, place(p, index, of[0]).state, c],
-                            layout=ROWS, optimized=False,
-                        )
-                        for of in members
-                    ]  # fmt: skip
-                    strength_t = (
-                        strengths[0] if len(members) == 1 else jnp.where(me == 0, *strengths)
-                    )
+                if strength is not None:  # for which there is no room in shared memory
+
+                    def strength_of(u):
+                        ref = strength_ref.at[b, place(p, index, u).state, c]
+                        return load(ref, layout=ROWS, optimized=False)
+
+                    strength_t = strength_of(me)
+                    strengths = [strength_of(units_of_set[0]) for units_of_set in members]
                 barrier_wait(full.at[stage])
+                zero = unknown_zero(g[0, 0])
+                grad_t = r_s.at[me + zero]
 
                 def decays():  # from token (row) to token (column)
                     by_column = per_column(load(g.at[1], layout=COLS), SQUARE)
@@ -346,7 +353,7 @@ def backward(
                 scores, d_pairs = (scores * decay).astype(dtype), d_pairs * decay
                 if strength is not None:
                     d_pairs = d_pairs * per_row(strength_t, SQUARE)
-                pair_s.at[me][...] = d_pairs.astype(dtype)
+                pair_s.at[me + zero][...] = d_pairs.astype(dtype)
                 commit_smem()
                 if len(members) > 1:
                     join(swap)
@@ -367,7 +374,7 @@ def backward(
                 def keys(i, at):
                     """A set's part of dk, what its tokens write and <k, dk>, by token."""
                     inter, intra = products(
-                        [(of_unit(v_s, u), r_s.at[u, :, at]) for u in members[i]],
+                        [(of_unit(v_s, u), r_s.at[u + zero, :, at]) for u in members[i]],
                         [(pairs_of(i), q_t.at[:, at])],
                     )
                     g = gates_of(i)
@@ -382,7 +389,7 @@ def backward(
                 def queries(i, at):
                     """A set's part of dq, and <q, dq> by token."""
                     inter, intra = products(
-                        [(of_unit(do_s, u), s_s.at[u, :, at]) for u in members[i]],
+                        [(of_unit(do_s, u), s_s.at[u + zero, :, at]) for u in members[i]],
                         [(pairs_of(i).T, k_t.at[:, at])],
                     )
                     entry = jnp.exp2(load(gates_of(i).at[0], layout=ROWS)) * scale
@@ -455,7 +462,7 @@ def backward(
         scratch=scratch,
         grid=(batch * p.pieces, p.blocks),
         grid_names=("row", "block"),
-        warpgroups=2 * units + 1,
+        warpgroups=2 * units,
     )(q, k, v, d_out, sums, states, *optional)
     return dq, dk, dv, *_gates(p, dg, passing, sets), ends
 
@@ -472,8 +479,7 @@ def _gates(plan, dg, passing, sets):
     both, writes = found[..., 0, :], found[..., 1, :]
     passing = jnp.sum(passing.reshape(batch, p.blocks, p.chunks, p.sets, -1), axis=-1)
     ends = jnp.sum(writes, axis=-1) + jnp.moveaxis(passing, 2, 3)
-    later = jnp.flip(jnp.cumsum(jnp.flip(both, -1), axis=-1), -1)
-    d_log = (later + ends[..., None]).reshape(batch, -1, p.chunks, C)
+    d_log = (gates.suffix_sums(both) + ends[..., None]).reshape(batch, -1, p.chunks, C)
     if dg.shape[-2] == 2 * sets:
         return d_log, None
     return d_log, dg[..., -1, :].reshape(batch, -1, p.chunks, C)

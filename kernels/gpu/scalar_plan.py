@@ -70,12 +70,14 @@ def plan(
       value: V, a multiple of 64.
       pieces: of a row; None to choose.
     """
-    total = heads.outputs * (value // WIDTH)
-    units = 2 if total % 2 == 0 else 1
     columns = value // WIDTH
-    whole = units == 1 or columns % 2 == 0
-    # Else neighbouring units are of two output heads, which read one q head if values are grouped.
+    total = heads.outputs * columns
+    # Neighbouring units are of one output head, or of two that read one q head, or have their own.
+    whole = columns % 2 == 0
     shared = whole or (heads.queries == 1 and heads.values * columns % 2 == 0)
+    units = 2 if total % 2 == 0 and (shared or key == WIDTH) else 1  # as shared memory allows
+    if units == 1:
+        whole = shared = True
     blocks = batch * total // units
     if pieces is None:
         pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // 4))

@@ -37,16 +37,24 @@ def place(plan: Any, block, unit) -> Place:
     return Place(out, state, key, query, column)
 
 
-def operand_refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:
-    """Why the kernels cannot take q, k, v and log_decay, or the chunk size; None if they can."""
+def operand_refusal(
+    options: Options, arrays: tuple[jax.Array, ...], widest: int | None = 2 * WIDTH
+) -> str | None:
+    """Why the kernels cannot take q, k, v and log_decay, or the chunk size, or None.
+
+    Args:
+      options: of the call.
+      arrays: q, k, v, log_decay and more.
+      widest: most keys of a head, None for any number.
+    """
     q, k, v, log_decay = arrays[:4]
     for x in (q, k, v):
         if x.dtype not in (jnp.bfloat16, jnp.float16):
             return f"the tensor cores read bfloat16, and {x.dtype} would lose digits"
     if log_decay.dtype != jnp.float32:
         return f"GPU kernels keep states in float32, not {log_decay.dtype}"
-    if k.shape[-1] > 2 * WIDTH:
-        return f"a warpgroup's registers hold states of at most 128 keys, not {k.shape[-1]}"
+    if widest is not None and k.shape[-1] > widest:
+        return f"a warpgroup's registers hold states of at most {widest} keys, not {k.shape[-1]}"
     if options.chunk_size not in (None, CHUNK):
         return f"its chunks have {CHUNK} tokens, not {options.chunk_size}"
     return None

@@ -52,6 +52,11 @@ def _log2(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
     return jnp.where(starts[..., None], _ZERO, log2)
 
 
+def of_log_decay(gradient: jax.Array, log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
+    """The gradient [B, T, H] where the decay depends on its logarithm, 0 where it is exactly 0."""
+    return jnp.where(_log2(log_decay, run) > _ZERO, gradient, 0.0)
+
+
 def chunk_log2(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
     """Log2-decays, 0 to -256, of every chunk: [B, T, H] -> [B, H, chunks, 64] float32."""
     return to_chunks(_log2(log_decay, run))

@@ -65,8 +65,8 @@ from seqmix_kernels.gpu._common import (
     when,
     zeros,
 )
-from seqmix_kernels.gpu.calls import WIDTH, place
-from seqmix_kernels.gpu.scalar_plan import Plan
+from seqmix_kernels.gpu.calls import WIDTH
+from seqmix_kernels.gpu.scalar_plan import Plan, place
 
 C = CHUNK
 STAGES = 2
@@ -92,7 +92,7 @@ def backward(
 
     Args:
       plan: the cut, of the outputs.
-      q: [B, T, Hq, K] bfloat16, T whole chunks.
+      q: [B, T, Hq, K] bfloat16, T whole chunks; heads times slices, as everywhere with K.
       k: [B, T, Hk, K] bfloat16.
       v: [B, T, Hv, V] bfloat16.
       d_out: [B, T, Ho, V] bfloat16.
@@ -119,10 +119,10 @@ def backward(
     out_type = (
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
         jax.ShapeDtypeStruct((batch, time, parts, p.key), dtype),
-        jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), dtype),
+        jax.ShapeDtypeStruct((batch, time, p.parts, p.value), dtype),
         jax.ShapeDtypeStruct((batch, p.blocks, p.chunks, units, rows, C), jnp.float32),
         jax.ShapeDtypeStruct((batch, p.blocks, p.chunks, units, C), jnp.float32),
-        jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
+        jax.ShapeDtypeStruct((batch * p.pieces, p.parts, p.value, p.key), jnp.float32),
     )
     kinds = STAGES * p.keysets
     scratch = {
@@ -178,40 +178,40 @@ def backward(
             stage, c = lax.rem(n, STAGES), chunk(n)
             tokens, bar = ds(c * C, C), full.at[stage]
             for unit in range(units):
-                out, state, key, query, column = place(p, index, unit)
+                here = place(p, index, unit)
                 if unit < p.keysets:
                     at = stage * p.keysets + unit
-                    copy_in(q_ref.at[b, tokens, query], qk_s.at[at], bar)
-                    copy_in(k_ref.at[b, tokens, key], qk_s.at[kinds + at], bar)
-                at, columns = stage * units + unit, ds(column, WIDTH)
-                copy_in(v_ref.at[b, tokens, state, columns], v_s.at[at], bar)
-                copy_in(do_ref.at[b, tokens, out, columns], do_s.at[at], bar)
+                    copy_in(q_ref.at[b, tokens, here.query], qk_s.at[at], bar)
+                    copy_in(k_ref.at[b, tokens, here.key], qk_s.at[kinds + at], bar)
+                at, columns = stage * units + unit, ds(here.column, WIDTH)
+                copy_in(v_ref.at[b, tokens, here.state, columns], v_s.at[at], bar)
+                copy_in(do_ref.at[b, tokens, here.out, columns], do_s.at[at], bar)
                 if unit < p.sets:
                     at = stage * p.sets + unit
                     for i in range(2):  # to be read by row and by column
-                        copy_in(g_ref.at[b, state, c], g_s.at[at, i], bar)
+                        copy_in(g_ref.at[b, here.state, c], g_s.at[at, i], bar)
 
         def feed_states(n):
             for unit in range(units):
-                _, state, _, _, column = place(p, index, unit)
-                ref = s_ref.at[b, state, chunk(n), ds(column, WIDTH)]
+                here = place(p, index, unit)
+                ref = s_ref.at[b, here.kept, chunk(n), ds(here.column, WIDTH)]
                 copy_in(ref, s_s.at[unit], state_full)
 
         @when(wg < units)
         def _own():
             if units == 2:
                 registers(OWNER, "decrease")
-            out, _, _, _, column = place(p, index, wg)
-            columns = ds(column, WIDTH)
-            slices = [ds(i * WIDTH, WIDTH) for i in range(tiles_of_keys)]
+            here = place(p, index, wg)
+            part, columns = here.part, ds(here.column, WIDTH)
+            spans = [ds(i * WIDTH, WIDTH) for i in range(tiles_of_keys)]
             if leaving is not None:
-                copy_in(leaving_ref.at[row, out, columns], ends_s.at[wg], begun.at[wg])
+                copy_in(leaving_ref.at[row, part, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])
-                first = tuple(load(ends_s.at[wg, :, at], layout=WGMMA) for at in slices)
+                first = tuple(load(ends_s.at[wg, :, at], layout=WGMMA) for at in spans)
                 commit_smem()
                 join(ready)  # the first gradients lie where the tiles will
             else:
-                first = tuple(zeros(SQUARE) for _ in slices)
+                first = tuple(zeros(SQUARE) for _ in spans)
 
             @when(wg == 0)
             def _():
@@ -234,8 +234,8 @@ def backward(
                 def _():
                     barrier_wait(grad_free)
 
-                for part, at in zip(grad, slices, strict=True):
-                    grad_t.at[:, at][...] = part.astype(dtype)
+                for x, at in zip(grad, spans, strict=True):
+                    grad_t.at[:, at][...] = x.astype(dtype)
                 commit_smem()
                 barrier_arrive(grad_full)
 
@@ -255,8 +255,8 @@ def backward(
                 d_read = (d_read * per_column(entry, SQUARE)).astype(dtype)
                 grad = accumulate(
                     *(
-                        (part * through, d_read, q_t.at[:, at])
-                        for part, at in zip(grad, slices, strict=True)
+                        (x * through, d_read, q_t.at[:, at])
+                        for x, at in zip(grad, spans, strict=True)
                     )
                 )
                 commit_smem()
@@ -269,7 +269,7 @@ def backward(
                         load(state_t.at[:, at], layout=WGMMA).astype(jnp.float32)
                         * load(grad_t.at[:, at], layout=WGMMA).astype(jnp.float32)
                     ).sum(axis=1)
-                    for at in slices
+                    for at in spans
                 )
                 commit_smem()
                 barrier_arrive(state_free)
@@ -284,10 +284,10 @@ def backward(
                 barrier_wait(free.at[lax.rem(count - 1, STAGES)])
 
             join(done)  # the end goes where the tiles were
-            for part, at in zip(grad, slices, strict=True):
-                ends_s.at[wg, :, at][...] = part
+            for x, at in zip(grad, spans, strict=True):
+                ends_s.at[wg, :, at][...] = x
             commit_smem()
-            copy_out(ends_s.at[wg], ends_ref.at[row, out, columns])
+            copy_out(ends_s.at[wg], ends_ref.at[row, part, columns])
             wait_copies_out(0)
 
         @when(wg >= units)
@@ -295,7 +295,7 @@ def backward(
             if units == 2:
                 registers(READER, "increase")
             me = wg - units
-            out, _, _, _, column = place(p, index, me)
+            here = place(p, index, me)
             part = index if pooled else index * units + me
             everyone = range(units) if pooled else [me]
             members = [everyone] if p.whole else [[u] for u in everyone]  # units of each set
@@ -369,7 +369,7 @@ def backward(
                     values = load(of_unit(v_s, me), layout=WGMMA).astype(jnp.float32)
                     dg.at[2 * sets][...] = (dv * values).sum(axis=1)
                     dv = dv * per_row(strength_t, SQUARE)
-                send(dv, dv_ref.at[b, tokens, out, ds(column, WIDTH)])
+                send(dv, dv_ref.at[b, tokens, here.part, ds(here.column, WIDTH)])
 
                 def keys(i, at):
                     """A set's part of dk, what its tokens write and <k, dk>, by token."""

@@ -51,8 +51,8 @@ from seqmix_kernels.gpu._common import (
     when,
     zeros,
 )
-from seqmix_kernels.gpu.calls import WIDTH, place
-from seqmix_kernels.gpu.scalar_plan import Plan
+from seqmix_kernels.gpu.calls import WIDTH
+from seqmix_kernels.gpu.scalar_plan import Plan, place
 
 C = CHUNK
 
@@ -74,7 +74,7 @@ def forward(
 
     Args:
       plan: the cut.
-      q: [B, T, Hq, K] bfloat16, T whole chunks.
+      q: [B, T, Hq, K] bfloat16, T whole chunks; heads times slices, as everywhere with K.
       k: [B, T, Hk, K] bfloat16.
       v: [B, T, Hv, V] bfloat16.
       gates: [B, Hs, chunks, 64] float32; see `gates.chunk_log2`.
@@ -97,14 +97,14 @@ def forward(
         p.units * (WIDTH * p.key * 2 + C * WIDTH * jnp.dtype(out_dtype).itemsize),
     )
     out_type = (
-        jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), out_dtype),
-        jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
+        jax.ShapeDtypeStruct((batch, time, p.parts, p.value), out_dtype),
+        jax.ShapeDtypeStruct((batch * p.pieces, p.parts, p.value, p.key), jnp.float32),
     )
     store = keep and p.heads.queries == 1
     if keep:
         out_type = (*out_type, jax.ShapeDtypeStruct(gates.shape, jnp.float32))
     if store:
-        shape = (batch, p.heads.states, p.chunks, p.value, p.key)
+        shape = (batch, p.kept, p.chunks, p.value, p.key)
         out_type = (*out_type, jax.ShapeDtypeStruct(shape, dtype))
     feeder = p.units
     scratch = {
@@ -156,18 +156,16 @@ def forward(
 
                 tokens = ds((start + n) * C, C)
                 for unit in range(p.units):
-                    _, state, key, query, column = place(p, index, unit)
+                    here, bar, c = place(p, index, unit), full.at[stage], start + n
                     if unit < p.keysets:
                         at = stage * p.keysets + unit
-                        copy_in(q_ref.at[b, tokens, query], q_s.at[at], full.at[stage])
-                        copy_in(k_ref.at[b, tokens, key], k_s.at[at], full.at[stage])
-                    at = stage * p.units + unit
-                    copy_in(
-                        v_ref.at[b, tokens, state, ds(column, WIDTH)], v_s.at[at], full.at[stage]
-                    )
-                    copy_in(g_ref.at[b, state, start + n], g_s.at[at, 0], full.at[stage])
+                        copy_in(q_ref.at[b, tokens, here.query], q_s.at[at], bar)
+                        copy_in(k_ref.at[b, tokens, here.key], k_s.at[at], bar)
+                    at, columns = stage * p.units + unit, ds(here.column, WIDTH)
+                    copy_in(v_ref.at[b, tokens, here.state, columns], v_s.at[at], bar)
+                    copy_in(g_ref.at[b, here.state, c], g_s.at[at, 0], bar)
                     if strength is not None:
-                        copy_in(strength_ref.at[b, state, start + n], g_s.at[at, 1], full.at[stage])
+                        copy_in(strength_ref.at[b, here.state, c], g_s.at[at, 1], bar)
 
             lax.fori_loop(0, count, issue, None)
 
@@ -180,13 +178,14 @@ def forward(
         @when(wg < feeder)
         def _compute():
             registers(232, "increase")
-            head, state, _, _, column = place(p, index, wg)
-            square, columns = (C, C), ds(column, WIDTH)
-            first_of_state = (column == 0) & (lax.rem(head, p.heads.queries) == 0)
+            here = place(p, index, wg)
+            square, columns = (C, C), ds(here.column, WIDTH)
+            first_of_state = here.column + lax.rem(here.out, p.heads.queries) == 0
+            first_of_state &= lax.rem(here.key, p.slices) == 0
             number_tokens(numbers.at[wg])
             commit_smem()
             if entering is not None:
-                copy_in(first_ref.at[row, state, columns], ends_s.at[wg], begun.at[wg])
+                copy_in(first_ref.at[row, here.kept, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])
                 first = load(ends_s.at[wg], layout=WGMMA)
                 commit_smem()
@@ -210,10 +209,10 @@ def forward(
 
                     @when(first_of_state)
                     def _():
-                        copy_out(sums.at[1], sums_ref.at[b, state, c], commit_group=False)
+                        copy_out(sums.at[1], sums_ref.at[b, here.state, c], commit_group=False)
 
                     if store:
-                        kept = states_ref.at[b, state, c, columns]
+                        kept = states_ref.at[b, here.kept, c, columns]
                         copy_out(state_s.at[wg], kept, commit_group=False)
                     commit_copies_out()
                 end = sums[1, C - 1]
@@ -247,14 +246,14 @@ def forward(
                 commit_smem()
                 barrier_arrive(free.at[stage])
                 tokens = ds((start + n) * C, C)
-                copy_out(out_s.at[wg], out_ref.at[b, tokens, head, columns])
+                copy_out(out_s.at[wg], out_ref.at[b, tokens, here.part, columns])
                 return s
 
             s = lax.fori_loop(0, count, step, first)
             join(ready.at[1])  # the end state goes where the tiles were
             ends_s.at[wg][...] = s
             commit_smem()
-            copy_out(ends_s.at[wg], last_ref.at[row, head, columns])
+            copy_out(ends_s.at[wg], last_ref.at[row, here.part, columns])
             wait_copies_out(0)
 
     return kernel(

@@ -1,11 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the scalar-decay kernels cut their work up over the chip."""
+"""How the scalar-decay kernels cut their work up over the chip.
 
-from typing import NamedTuple
+The family is linear in pairs (q, k), so keys wider than `WIDEST` are cut into slices that are heads
+of their own with the same values and decays, whose outputs are added.
+"""
+
+from typing import Any, NamedTuple
+
+from jax import lax
 
 from seqmix_kernels.gpu._common import MULTIPROCESSORS
 from seqmix_kernels.gpu.calls import WIDTH
 from seqmix_kernels.options import Heads
+
+WIDEST = 2 * WIDTH
+"""Keys of a slice at most: a warpgroup keeps the state of a unit in registers."""
+
+
+class Place(NamedTuple):
+    """Where a unit reads and writes: head numbers, and its first value column.
+
+    Attributes:
+      part: output head and slice, in the order (key head, slice, value, query).
+      kept: state and slice, in the order (key head, slice, value).
+      out: output head.
+      state: head of the values, decays and strengths.
+      key: key head and slice.
+      query: query head and slice.
+      column: first of the unit's value columns.
+    """
+
+    part: Any
+    kept: Any
+    out: Any
+    state: Any
+    key: Any
+    query: Any
+    column: Any
 
 
 class Plan(NamedTuple):
@@ -13,7 +44,8 @@ class Plan(NamedTuple):
 
     Attributes:
       heads: grouping of the heads.
-      key: K, a multiple of 64.
+      slices: slices of the keys of a head.
+      key: keys of a slice, 64 or 128.
       value: V, a multiple of 64.
       chunks: chunks of a row.
       pieces: pieces of a row.
@@ -23,6 +55,7 @@ class Plan(NamedTuple):
     """
 
     heads: Heads
+    slices: int
     key: int
     value: int
     chunks: int
@@ -37,9 +70,19 @@ class Plan(NamedTuple):
         return self.value // WIDTH
 
     @property
+    def parts(self) -> int:
+        """Output heads times slices."""
+        return self.heads.outputs * self.slices
+
+    @property
+    def kept(self) -> int:
+        """States times slices."""
+        return self.heads.states * self.slices
+
+    @property
     def blocks(self) -> int:
         """Blocks of a piece."""
-        return self.heads.outputs * self.columns // self.units
+        return self.parts * self.columns // self.units
 
     @property
     def keysets(self) -> int:
@@ -57,6 +100,26 @@ class Plan(NamedTuple):
         return -(-self.chunks // self.pieces)
 
 
+def place(plan: Plan, block: Any, unit: Any) -> Place:
+    """The place of a block's unit; the numbers may be traced."""
+    heads, number = plan.heads, block * plan.units + unit
+    part, column = lax.div(number, plan.columns), lax.rem(number, plan.columns) * WIDTH
+    of_slice = heads.values * heads.queries
+    key, within = lax.div(part, of_slice), lax.rem(part, of_slice)
+    head, cut = lax.div(key, plan.slices), lax.rem(key, plan.slices)
+    value = lax.div(within, heads.queries)
+    query = (head * heads.queries + lax.rem(within, heads.queries)) * plan.slices + cut
+    return Place(
+        part=part,
+        kept=key * heads.values + value,
+        out=head * of_slice + within,
+        state=head * heads.values + value,
+        key=key,
+        query=query,
+        column=column,
+    )
+
+
 def plan(
     heads: Heads, batch: int, chunks: int, key: int, value: int, pieces: int | None = None
 ) -> Plan:
@@ -66,15 +129,17 @@ def plan(
       heads: grouping of the heads.
       batch: rows.
       chunks: chunks of a row.
-      key: K, a multiple of 64.
+      key: K, 64 or a multiple of 128.
       value: V, a multiple of 64.
       pieces: of a row; None to choose.
     """
+    slices = -(-key // WIDEST)
+    key //= slices
     columns = value // WIDTH
-    total = heads.outputs * columns
+    total = heads.outputs * slices * columns
     # Neighbouring units are of one output head, or of two that read one q head, or have their own.
     whole = columns % 2 == 0
-    shared = whole or (heads.queries == 1 and heads.values * columns % 2 == 0)
+    shared = heads.values * columns % 2 == 0
     units = 2 if total % 2 == 0 and (shared or key == WIDTH) else 1  # as shared memory allows
     if units == 1:
         whole = shared = True
@@ -82,4 +147,4 @@ def plan(
     if pieces is None:
         pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // 4))
         pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
-    return Plan(heads, key, value, chunks, pieces, units, shared, whole)
+    return Plan(heads, slices, key, value, chunks, pieces, units, shared, whole)

@@ -40,8 +40,8 @@ from seqmix_kernels.gpu._common import (
     when,
     zeros,
 )
-from seqmix_kernels.gpu.calls import WIDTH, place
-from seqmix_kernels.gpu.scalar_plan import Plan
+from seqmix_kernels.gpu.calls import WIDTH
+from seqmix_kernels.gpu.scalar_plan import Plan, place
 
 C = CHUNK
 
@@ -75,7 +75,7 @@ def sweep(
     """
     p, dtype = plan, x.dtype
     batch = x.shape[0]
-    heads = x.shape[2]
+    heads = p.parts if reverse else p.kept
     vectors = 1 if strength is None else 2
     stages = depth(
         2 * C * (p.keysets * p.key + p.units * WIDTH) + 4 * C * vectors * p.units,
@@ -128,17 +128,16 @@ def sweep(
                 c = chunk(n)
                 tokens = ds(c * C, C)
                 for unit in range(p.units):
-                    out, state, key, query, column = place(p, index, unit)
-                    y_head, x_head = (query, out) if reverse else (key, state)
+                    here, bar = place(p, index, unit), full.at[stage]
+                    y_head, x_head = (here.query, here.out) if reverse else (here.key, here.state)
                     if unit < p.keysets:
                         at = stage * p.keysets + unit
-                        copy_in(y_ref.at[b, tokens, y_head], y_s.at[at], full.at[stage])
-                    at = stage * p.units + unit
-                    columns = ds(column, WIDTH)
-                    copy_in(x_ref.at[b, tokens, x_head, columns], x_s.at[at], full.at[stage])
-                    copy_in(g_ref.at[b, state, c], g_s.at[at, 0], full.at[stage])
+                        copy_in(y_ref.at[b, tokens, y_head], y_s.at[at], bar)
+                    at, columns = stage * p.units + unit, ds(here.column, WIDTH)
+                    copy_in(x_ref.at[b, tokens, x_head, columns], x_s.at[at], bar)
+                    copy_in(g_ref.at[b, here.state, c], g_s.at[at, 0], bar)
                     if strength is not None:
-                        copy_in(strength_ref.at[b, state, c], g_s.at[at, 1], full.at[stage])
+                        copy_in(strength_ref.at[b, here.state, c], g_s.at[at, 1], bar)
 
             lax.fori_loop(0, count, issue, None)
 
@@ -150,8 +149,8 @@ def sweep(
         @when(wg < feeder)
         def _compute():
             registers(232, "increase")
-            out, state, _, _, column = place(p, index, wg)
-            head, columns = out if reverse else state, ds(column, WIDTH)
+            here = place(p, index, wg)
+            head, columns = here.part if reverse else here.kept, ds(here.column, WIDTH)
             if first is not None:
                 copy_in(first_ref.at[row, head, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])

@@ -26,6 +26,9 @@ SMEM_BYTES = 227 * 1024
 # Streaming multiprocessors of an H100 or H200 (SXM).
 MULTIPROCESSORS = 132
 MAX_GRID_YZ = 65535
+# Registers a thread of two warpgroups that carry a state and of two that read it: four have 128
+# each to begin with. With fewer than 112 for the first, ptxas serialises all products.
+OWNER, READER = 120, 136
 
 Barrier = plgpu.Barrier
 SMEM = plgpu.SMEM
@@ -111,43 +114,45 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
 
 
 def number_tokens(numbers: Any) -> None:
-    """Writes 0, 1, ..., 63 to both rows of float32 shared memory [2, 64]; see `is_causal`."""
+    """Writes 0, 1, ..., 63 to both rows of float32 shared memory [2, 64]."""
     for i in range(2):
         numbers.at[i][...] = plgpu.broadcasted_iota(jnp.float32, (CHUNK,), 0, layout=ROWS)
 
 
-def is_causal(numbers: Any) -> jax.Array:
-    """[64, 64] tile of whether row >= column, from `number_tokens`.
+def is_causal() -> jax.Array:
+    """[64, 64] tile of whether row >= column.
 
-    Numbers that are read again each time: the compiler would move a mask made of constants out of
-    the loop, where it takes registers that the loop needs.
+    To be called where it is used: the compiler would move a mask made of constants out of the loop
+    over the chunks, where it takes registers that the loop needs. The barrier keeps it in.
     """
-    shape = (CHUNK, CHUNK)
-    rows = per_row(load(numbers.at[0], layout=ROWS), shape)
-    return rows >= per_column(load(numbers.at[1], layout=COLS), shape)
+    rows, columns = _token_numbers()
+    return rows >= columns
 
 
 def is_later() -> jax.Array:
-    """[64, 64] tile of whether column >= row; made where it is used, as `is_causal` is."""
-    shape, rows = (CHUNK, CHUNK), lax.optimization_barrier(_counted(ROWS))
-    return per_column(_counted(COLS), shape) >= per_row(rows, shape)
+    """The transpose of `is_causal`: whether column >= row."""
+    rows, columns = _token_numbers()
+    return columns >= rows
 
 
-def _counted(layout):
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout).astype(jnp.float32)
+def _token_numbers():
+    def counted(layout):
+        return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout).astype(jnp.float32)
+
+    shape, rows = (CHUNK, CHUNK), lax.optimization_barrier(counted(ROWS))
+    return per_row(rows, shape), per_column(counted(COLS), shape)
 
 
-def prefix_sums(raw: Any, sums: Any, numbers: Any) -> jax.Array:
+def prefix_sums(raw: Any, sums: Any) -> jax.Array:
     """Inclusive sums of a chunk's 64 numbers, as a `ROWS` vector and in shared memory.
 
     Args:
-      raw: [64] float32 in shared memory. sums: [2, 64] float32 shared memory that gets the sums
-      twice: a vector that is read both by row
-        and by column must lie in two places. Another warp sees them after `commit_smem`.
-      numbers: see `number_tokens`.
+      raw: [64] float32 in shared memory.
+      sums: [2, 64] float32 shared memory that gets the sums twice: a vector that is read both by
+        row and by column must lie in two places. Another warp sees them after `commit_smem`.
     """
     terms = per_column(load(raw, layout=COLS), (CHUNK, CHUNK))
-    total = jnp.where(is_causal(numbers), terms, 0.0).sum(axis=1)
+    total = jnp.where(is_causal(), terms, 0.0).sum(axis=1)
     for i in range(2):
         sums.at[i][...] = total
     return total

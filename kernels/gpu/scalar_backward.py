@@ -38,6 +38,8 @@ from seqmix_kernels.gpu import gates
 from seqmix_kernels.gpu._common import (
     CHUNK,
     COLS,
+    OWNER,
+    READER,
     ROWS,
     SMEM,
     WGMMA,
@@ -71,8 +73,6 @@ from seqmix_kernels.gpu.scalar_plan import Plan, place
 C = CHUNK
 STAGES = 2
 SQUARE = (C, C)
-# Registers a thread, where four warpgroups have 128 each to begin with.
-OWNER, READER = 120, 136
 
 
 def backward(

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward pass of the scalar-decay family on Hopper: one sweep over the chunks, nothing stored.
+"""Forward pass of the scalar-decay family on Hopper: one sweep over the chunks.
 
-A unit is one output head and 64 columns of its values, done by one warpgroup that keeps its state
-S^T [64, K] in float32 registers; a block has one or two units, which read the same q and k where
-they share a head, and a warpgroup that feeds them through TMA. Per chunk of C = 64 tokens::
+A unit is one output head and 64 columns of its values; a block has one or two units, which read
+the same q and k where they share a head. Each unit has two warpgroups. Its **owner** keeps the
+state S^T [64, K] in float32 registers, publishes it in bfloat16 in shared memory before every chunk
+and goes on to the next one; its **reader** computes outputs from what is published. Per chunk of
+C = 64 tokens::
 
-    P  = (Q K^T) * D;   O = s (e^G * (Q S) + P V)
-    S^T = e^{G_C} S^T + (e^{G_C - G} * V)^T K
+    owner   S^T = e^{G_C} S^T + (e^{G_C - G} * V)^T K
+    reader  P   = (Q K^T) * D;   O = s (e^G * (Q S) + P V)
 
 A row whose heads do not fill the chip is cut into pieces, each with its own entering state, which
 `states` finds first.
@@ -23,6 +25,9 @@ from jax import lax
 from seqmix_kernels.gpu._common import (
     CHUNK,
     COLS,
+    OWNER,
+    READER,
+    ROWS,
     SMEM,
     WGMMA,
     Barrier,
@@ -39,7 +44,6 @@ from seqmix_kernels.gpu._common import (
     join,
     kernel,
     load,
-    number_tokens,
     overlapped,
     per_column,
     per_row,
@@ -47,6 +51,7 @@ from seqmix_kernels.gpu._common import (
     registers,
     tile,
     union,
+    unknown_zero,
     wait_copies_out,
     when,
     zeros,
@@ -55,6 +60,7 @@ from seqmix_kernels.gpu.calls import WIDTH
 from seqmix_kernels.gpu.scalar_plan import Plan, place
 
 C = CHUNK
+SQUARE = (C, C)
 
 
 def forward(
@@ -91,10 +97,11 @@ def forward(
     """
     p, dtype = plan, q.dtype
     batch, time = q.shape[:2]
+    units = p.units
     vectors = 1 if strength is None else 2
     stages = depth(
-        2 * C * (2 * p.keysets * p.key + p.units * WIDTH) + 4 * C * vectors * p.units,
-        p.units * (WIDTH * p.key * 2 + C * WIDTH * jnp.dtype(out_dtype).itemsize),
+        2 * C * (2 * p.keysets * p.key + units * WIDTH) + 4 * C * vectors * units,
+        units * (WIDTH * p.key * 2 + C * WIDTH * jnp.dtype(out_dtype).itemsize),
     )
     out_type = (
         jax.ShapeDtypeStruct((batch, time, p.parts, p.value), out_dtype),
@@ -106,29 +113,33 @@ def forward(
     if store:
         shape = (batch, p.kept, p.chunks, p.value, p.key)
         out_type = (*out_type, jax.ShapeDtypeStruct(shape, dtype))
-    feeder = p.units
     scratch = {
         "tiles": union(
             [
                 tile((stages * p.keysets, C, p.key), dtype),
                 tile((stages * p.keysets, C, p.key), dtype),
             ],
-            [SMEM((p.units, WIDTH, p.key), jnp.float32)],
+            [SMEM((units, WIDTH, p.key), jnp.float32)],
         ),
-        "v_s": tile((stages * p.units, C, WIDTH), dtype),
-        "g_s": SMEM((stages * p.units, vectors, C), jnp.float32),
-        "state_s": tile((p.units, WIDTH, p.key), dtype),
-        "out_s": tile((p.units, C, WIDTH), out_dtype),
-        "sum_s": SMEM((p.units, 2, C), jnp.float32),
-        "numbers": SMEM((p.units, 2, C), jnp.float32),
-        "full": Barrier(num_arrivals=2 * p.keysets + (1 + vectors) * p.units, num_barriers=stages),
-        "free": Barrier(num_arrivals=p.units, num_barriers=stages),
-        "begun": Barrier(num_barriers=p.units),
-        "ready": Barrier(num_arrivals=p.units + 1, num_barriers=2),
+        "v_s": tile((stages * units, C, WIDTH), dtype),
+        "g_s": SMEM((stages * units, vectors, C), jnp.float32),
+        "state_s": tile((units, WIDTH, p.key), dtype),
+        "out_s": tile((units, C, WIDTH), out_dtype),
+        "sum_s": SMEM((2 * units, 2, C), jnp.float32),
+        "full": Barrier(num_arrivals=2 * p.keysets + (1 + vectors) * units, num_barriers=stages),
+        "free": Barrier(num_arrivals=2 * units, num_barriers=stages),
+        "state_full": Barrier(num_barriers=units),
+        "state_free": Barrier(num_barriers=units),
+        "begun": Barrier(num_barriers=units),
+        "ready": Barrier(num_arrivals=units),
+        "done": Barrier(num_arrivals=2 * units),
     }
     optional = [x for x in (strength, entering) if x is not None]
 
-    def body(*refs, tiles, v_s, g_s, state_s, out_s, sum_s, numbers, full, free, begun, ready):
+    def body(
+        *refs, tiles, v_s, g_s, state_s, out_s, sum_s,
+        full, free, state_full, state_free, begun, ready, done,
+    ):  # fmt: skip
         (q_s, k_s), (ends_s,) = tiles
         q_ref, k_ref, v_ref, g_ref, *rest = refs
         states_ref = rest.pop() if store else None
@@ -141,120 +152,157 @@ def forward(
         start = piece * p.piece_chunks
         count = jnp.minimum(p.piece_chunks, p.chunks - start)
 
-        @when(wg == feeder)
-        def _feed():
-            registers(40, "decrease")
-            if entering is not None:  # the first state lies where the tiles will
-                join(ready.at[0])
+        def feed(n):
+            """Starts the copies of a chunk's inputs."""
+            stage, c = lax.rem(n, stages), start + n
+            tokens, bar = ds(c * C, C), full.at[stage]
+            for unit in range(units):
+                here = place(p, index, unit)
+                if unit < p.keysets:
+                    at = stage * p.keysets + unit
+                    copy_in(q_ref.at[b, tokens, here.query], q_s.at[at], bar)
+                    copy_in(k_ref.at[b, tokens, here.key], k_s.at[at], bar)
+                at, columns = stage * units + unit, ds(here.column, WIDTH)
+                copy_in(v_ref.at[b, tokens, here.state, columns], v_s.at[at], bar)
+                copy_in(g_ref.at[b, here.state, c], g_s.at[at, 0], bar)
+                if strength is not None:
+                    copy_in(strength_ref.at[b, here.state, c], g_s.at[at, 1], bar)
 
-            def issue(n, _):
-                stage = lax.rem(n, stages)
+        def of_keys(stage, unit):
+            return stage if p.keysets == 1 else stage * units + unit
 
-                @when(n >= stages)
-                def _():
-                    barrier_wait(free.at[stage])
-
-                tokens = ds((start + n) * C, C)
-                for unit in range(p.units):
-                    here, bar, c = place(p, index, unit), full.at[stage], start + n
-                    if unit < p.keysets:
-                        at = stage * p.keysets + unit
-                        copy_in(q_ref.at[b, tokens, here.query], q_s.at[at], bar)
-                        copy_in(k_ref.at[b, tokens, here.key], k_s.at[at], bar)
-                    at, columns = stage * p.units + unit, ds(here.column, WIDTH)
-                    copy_in(v_ref.at[b, tokens, here.state, columns], v_s.at[at], bar)
-                    copy_in(g_ref.at[b, here.state, c], g_s.at[at, 0], bar)
-                    if strength is not None:
-                        copy_in(strength_ref.at[b, here.state, c], g_s.at[at, 1], bar)
-
-            lax.fori_loop(0, count, issue, None)
-
-            def drain(n, _):
-                barrier_wait(free.at[lax.rem(n, stages)])
-
-            lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
-            join(ready.at[1])
-
-        @when(wg < feeder)
-        def _compute():
-            registers(232, "increase")
+        @when(wg < units)
+        def _own():
+            if units == 2:
+                registers(OWNER, "decrease")
             here = place(p, index, wg)
-            square, columns = (C, C), ds(here.column, WIDTH)
-            first_of_state = here.column + lax.rem(here.out, p.heads.queries) == 0
-            first_of_state &= lax.rem(here.key, p.slices) == 0
-            number_tokens(numbers.at[wg])
-            commit_smem()
+            columns = ds(here.column, WIDTH)
+            writes_sums = here.column + lax.rem(here.out, p.heads.queries) == 0
+            writes_sums &= lax.rem(here.key, p.slices) == 0
             if entering is not None:
                 copy_in(first_ref.at[row, here.kept, columns], ends_s.at[wg], begun.at[wg])
                 barrier_wait(begun.at[wg])
                 first = load(ends_s.at[wg], layout=WGMMA)
                 commit_smem()
-                join(ready.at[0])
+                join(ready)  # the first states lie where the tiles will
             else:
                 first = zeros((WIDTH, p.key))
 
+            @when(wg == 0)
+            def _():
+                lax.fori_loop(0, jnp.minimum(stages, count), lambda n, _: feed(n), None)
+
             def step(n, s):
                 stage = lax.rem(n, stages)
-                at = stage * p.units + wg
-                qk = stage if p.keysets == 1 else at
-                g, sums = g_s.at[at], sum_s.at[wg]
+                at = stage * units + wg
+                g, sums = g_s.at[at], sum_s.at[2 * wg + lax.rem(n, 2)]
+                barrier_wait(full.at[stage])
+                state_t = state_s.at[wg + unknown_zero(g[0, 0])]
+
                 if keep:
                     wait_copies_out(1, wait_read_only=True)
-                state_s.at[wg][...] = s.astype(dtype)
-                barrier_wait(full.at[stage])
-                total = prefix_sums(g.at[0], sums, numbers.at[wg])
+                prefix_sums(g.at[0], sums)  # where those of the last chunk but one were
+
+                @when(n > 0)
+                def _():
+                    barrier_wait(state_free.at[wg])
+
+                if keep:
+                    wait_copies_out(0, wait_read_only=True)
+                state_t[...] = s.astype(dtype)
                 commit_smem()
+                barrier_arrive(state_full.at[wg])
                 if keep:
                     c = start + n
 
-                    @when(first_of_state)
+                    @when(writes_sums)
                     def _():
                         copy_out(sums.at[1], sums_ref.at[b, here.state, c], commit_group=False)
 
                     if store:
                         kept = states_ref.at[b, here.kept, c, columns]
-                        copy_out(state_s.at[wg], kept, commit_group=False)
+                        copy_out(state_t, kept, commit_group=False)
                     commit_copies_out()
+
+                @when((wg == 0) & (n > 0))
+                def _():
+                    barrier_wait(free.at[lax.rem(n - 1, stages)])
+
+                    @when(n - 1 + stages < count)
+                    def _():
+                        feed(n - 1 + stages)
+
                 end = sums[1, C - 1]
-
-                def write():
-                    leave = jnp.exp2(end - load(sums.at[1], layout=COLS))
-                    factor = None
-                    if strength is not None:
-                        factor = load(g.at[1], layout=COLS)
-                        leave = leave * factor
-                    values = load(v_s.at[at].T, layout=WGMMA).astype(jnp.float32)
-                    return (values * per_column(leave, (WIDTH, C))).astype(dtype), factor
-
-                (scores, out), (written, factor) = overlapped(
-                    [[(q_s.at[qk], k_s.at[qk].T)], [(q_s.at[qk], state_s.at[wg].T)]], write
-                )
-                decay = per_row(total, square) - per_column(load(sums.at[1], layout=COLS), square)
-                weights = scores * jnp.exp2(jnp.where(is_causal(numbers.at[wg]), decay, -jnp.inf))
+                leave = jnp.exp2(end - load(sums.at[1], layout=COLS))
                 if strength is not None:
-                    weights = weights * per_column(factor, square)
-                out, s = accumulate(
-                    (
-                        out * per_row(jnp.exp2(total), (C, WIDTH)),
-                        weights.astype(dtype),
-                        v_s.at[at],
-                    ),
-                    (s * jnp.exp2(end), written, k_s.at[qk]),
-                )
-                wait_copies_out(1 if keep else 0, wait_read_only=True)
-                out_s.at[wg][...] = (out * scale).astype(out_dtype)
+                    leave = leave * load(g.at[1], layout=COLS)
+                written = load(v_s.at[at].T, layout=WGMMA).astype(jnp.float32)
+                written = (written * per_column(leave, (WIDTH, C))).astype(dtype)
+                (s,) = accumulate((s * jnp.exp2(end), written, k_s.at[of_keys(stage, wg)]))
                 commit_smem()
                 barrier_arrive(free.at[stage])
-                tokens = ds((start + n) * C, C)
-                copy_out(out_s.at[wg], out_ref.at[b, tokens, here.part, columns])
                 return s
 
             s = lax.fori_loop(0, count, step, first)
-            join(ready.at[1])  # the end state goes where the tiles were
+            barrier_wait(state_free.at[wg])  # phases that nothing waited for yet
+
+            @when(wg == 0)
+            def _():
+                barrier_wait(free.at[lax.rem(count - 1, stages)])
+
+            join(done)  # the end state goes where the tiles were
             ends_s.at[wg][...] = s
             commit_smem()
             copy_out(ends_s.at[wg], last_ref.at[row, here.part, columns])
             wait_copies_out(0)
+
+        @when(wg >= units)
+        def _read():
+            if units == 2:
+                registers(READER, "increase")
+            me = wg - units
+            here = place(p, index, me)
+
+            def step(n, _):
+                stage = lax.rem(n, stages)
+                at, keys = stage * units + me, of_keys(stage, me)
+                g, sums = g_s.at[at], sum_s.at[2 * me + lax.rem(n, 2)]
+                barrier_wait(full.at[stage])
+                zero = unknown_zero(g[0, 0])
+                barrier_wait(state_full.at[me])
+
+                def decays():
+                    total = load(sums.at[0], layout=ROWS)
+                    power = per_row(total, SQUARE) - per_column(
+                        load(sums.at[1], layout=COLS), SQUARE
+                    )
+                    decay = jnp.exp2(jnp.where(is_causal(), power, -jnp.inf))
+                    if strength is not None:
+                        decay = decay * per_column(load(g.at[1], layout=COLS), SQUARE)
+                    return decay, jnp.exp2(total)
+
+                (scores, out), (decay, entry) = overlapped(
+                    [
+                        [(q_s.at[keys], k_s.at[keys].T)],
+                        [(q_s.at[keys], state_s.at[me + zero].T)],
+                    ],
+                    decays,
+                )
+                commit_smem()
+                barrier_arrive(state_free.at[me])
+                out = out * per_row(entry, SQUARE)
+                (out,) = accumulate((out, (scores * decay).astype(dtype), v_s.at[at]))
+                wait_copies_out(0, wait_read_only=True)
+                out_t = out_s.at[me + zero]
+                out_t[...] = (out * scale).astype(out_dtype)
+                commit_smem()
+                barrier_arrive(free.at[stage])
+                tokens = ds((start + n) * C, C)
+                copy_out(out_t, out_ref.at[b, tokens, here.part, ds(here.column, WIDTH)])
+
+            lax.fori_loop(0, count, step, None)
+            wait_copies_out(0)
+            join(done)
 
     return kernel(
         body,
@@ -263,5 +311,5 @@ def forward(
         scratch=scratch,
         grid=(batch * p.pieces, p.blocks),
         grid_names=("row", "block"),
-        warpgroups=p.units + 1,
+        warpgroups=2 * units,
     )(q, k, v, gates, *optional)

@@ -31,7 +31,6 @@ from seqmix_kernels.gpu._common import (
     join,
     kernel,
     load,
-    number_tokens,
     per_column,
     prefix_sums,
     registers,
@@ -93,7 +92,6 @@ def sweep(
         "state_s": tile((2 * p.units, WIDTH, p.key), dtype),
         "ends_s": SMEM((p.units, WIDTH, p.key), jnp.float32),
         "sum_s": SMEM((p.units, 2, C), jnp.float32),
-        "numbers": SMEM((p.units, 2, C), jnp.float32),
         "full": Barrier(num_arrivals=p.keysets + (1 + vectors) * p.units, num_barriers=stages),
         "free": Barrier(num_arrivals=p.units, num_barriers=stages),
         "begun": Barrier(num_barriers=p.units),
@@ -101,7 +99,7 @@ def sweep(
     }
     optional = [a for a in (strength, first) if a is not None]
 
-    def body(*refs, y_s, x_s, g_s, state_s, ends_s, sum_s, numbers, full, free, begun, done):
+    def body(*refs, y_s, x_s, g_s, state_s, ends_s, sum_s, full, free, begun, done):
         x_ref, y_ref, g_ref, *refs = refs
         strength_ref = None if strength is None else refs.pop(0)
         first_ref = None if first is None else refs.pop(0)
@@ -158,9 +156,6 @@ def sweep(
             else:
                 begin = zeros((WIDTH, p.key))
 
-            number_tokens(numbers.at[wg])
-            commit_smem()
-
             def step(n, s):
                 stage = lax.rem(n, stages)
                 at = stage * p.units + wg
@@ -173,7 +168,7 @@ def sweep(
                     copy_out(kept, stored_ref[0].at[b, head, chunk(n), columns])
                 barrier_wait(full.at[stage])
                 g, sums = g_s.at[at], sum_s.at[wg]
-                prefix_sums(g.at[0], sums, numbers.at[wg])
+                prefix_sums(g.at[0], sums)
                 commit_smem()
                 total, end = load(sums.at[1], layout=COLS), sums[1, C - 1]
                 factor = jnp.exp2(total if reverse else end - total)

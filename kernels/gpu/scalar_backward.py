@@ -277,9 +277,10 @@ def backward(
                 return tuple(grad)
 
             grad = lax.fori_loop(0, count, step, first)
+            barrier_wait(grad_free)  # phases that nothing waited for yet
 
             @when(wg == 0)
-            def _():  # phases that nothing waited for yet
+            def _():
                 barrier_wait(state_free)
                 barrier_wait(free.at[lax.rem(count - 1, STAGES)])
 

@@ -91,6 +91,23 @@ def suffix_sums(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(later, x[..., None, :], 0), axis=-1)
 
 
+def suffix_sums_of_documents(x: jax.Array, ends: jax.Array, run: jax.Array | None) -> jax.Array:
+    """Sums over what is later in a chunk and of the same document.
+
+    Args:
+      x: [B, H, chunks, 64].
+      ends: [B, H, chunks], added for the tokens of the document that the chunk ends in.
+      run: [B, T] document numbers, or None for whole rows.
+    """
+    if run is None:
+        return suffix_sums(x) + ends[..., None]
+    run = jnp.pad(run, ((0, 0), (0, -run.shape[1] % CHUNK)), mode="edge")
+    run = run.reshape(run.shape[0], 1, -1, CHUNK)
+    later = jnp.triu(jnp.ones((CHUNK, CHUNK), bool)) & (run[..., None] == run[..., None, :])
+    sums = jnp.sum(jnp.where(later, x[..., None, :], 0), axis=-1)
+    return sums + jnp.where(run == run[..., -1:], ends[..., None], 0)
+
+
 def prefix_sums_exclusive(x: jax.Array) -> jax.Array:
     """[..., 64] -> [..., 64]: the sum over j < t."""
     earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)

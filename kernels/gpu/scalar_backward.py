@@ -23,7 +23,7 @@ j and of what i reads, and <k_j, dk_j> that of X_ij over i and of what j writes,
     sum_{i >= t} (<q_i, dq_i> - <k_i, dk_i>) + all writes + what passes
 
 where pairs that do not straddle t cancel: both sides come from the same rounded dP, in float32, and
-only within a chunk, so that nothing is lost where little passes.
+only within a chunk and a document, so that nothing is lost where little passes.
 
 Bytes: q, k, v, dO read and dQ, dK, dV written once each, and K V 2 bytes of state a chunk: 1.1 GiB
 for 32k tokens, 16 heads, K = V = 128. FLOPs a chunk and head: 64^2 (4 K + 6 V) + 14 64 K V, more
@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from seqmix_kernels.gpu import gates
 from seqmix_kernels.gpu._common import (
     CHUNK,
     COLS,
@@ -105,9 +104,10 @@ def backward(
 
     Returns:
       dq, dk [B, T, parts, K] bfloat16, parts of one head next to each other; dv [B, T, Ho, V]
-      bfloat16; gradients of the log-decays [B, sets, chunks, 64] float32, in parts next to each
-      other like those of strengths [B, units, chunks, 64] (None without); gradients of the states
-      that enter the pieces [B * pieces, Ho, V, K] float32.
+      bfloat16; of the gradient of log-decays, in parts too, what tokens give that are at or after a
+      token [B, sets, chunks, 64], and the chunk's ends [B, sets, chunks], float32; gradients of
+      strengths [B, units, chunks, 64] (None without); gradients of the states that enter the pieces
+      [B * pieces, Ho, V, K] float32.
     """
     p, dtype = plan, q.dtype
     batch, time = q.shape[:2]
@@ -469,7 +469,7 @@ def backward(
 
 
 def _gates(plan, dg, passing, sets):
-    """Gradients of log-decays [B, sets, chunks, 64], and of strengths, from what readers found."""
+    """The parts of the gates' gradients that `backward` returns, from what the warpgroups found."""
     p, batch = plan, dg.shape[0]
     dg = jnp.moveaxis(dg, 3, 2)  # [B, blocks, units, chunks, rows, 64]
     found = dg[..., : 2 * sets, :].reshape(*dg.shape[:4], sets, 2, C)
@@ -480,7 +480,7 @@ def _gates(plan, dg, passing, sets):
     both, writes = found[..., 0, :], found[..., 1, :]
     passing = jnp.sum(passing.reshape(batch, p.blocks, p.chunks, p.sets, -1), axis=-1)
     ends = jnp.sum(writes, axis=-1) + jnp.moveaxis(passing, 2, 3)
-    d_log = (gates.suffix_sums(both) + ends[..., None]).reshape(batch, -1, p.chunks, C)
+    both, ends = both.reshape(batch, -1, p.chunks, C), ends.reshape(batch, -1, p.chunks)
     if dg.shape[-2] == 2 * sets:
-        return d_log, None
-    return d_log, dg[..., -1, :].reshape(batch, -1, p.chunks, C)
+        return both, ends, None
+    return both, ends, dg[..., -1, :].reshape(batch, -1, p.chunks, C)

@@ -227,7 +227,7 @@ def backward(
                 reverse=False, store=True,
             )  # fmt: skip
         d_out = whole(d_out)
-        dq, dk, dv, d_log, d_strength, d_entering = scalar_backward.backward(
+        dq, dk, dv, both, ends, d_strength, d_entering = scalar_backward.backward(
             p, call.q, call.k, call.v, d_out, sums, call.strength, states[0],
             flat(call.leaving(d_final, d_out)), scale=call.scale,
         )  # fmt: skip
@@ -241,7 +241,8 @@ def backward(
             d[:, : call.time, :, : x.shape[3]].astype(x.dtype)
             for d, x in ((dq, q), (dk, k), (dv, v))
         )
-        d_log = gates.from_chunks(call.by_state(d_log), call.time)
+        d_log = gates.suffix_sums_of_documents(call.by_state(both), call.by_state(ends), run)
+        d_log = gates.from_chunks(d_log, call.time)
         d_arrays = (dq, dk, dv, gates.of_log_decay(d_log, log_decay, run))
         if strength is not None:
             d_strength = gates.from_chunks(call.by_state(d_strength), call.time)

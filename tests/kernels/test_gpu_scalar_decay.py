@@ -91,6 +91,29 @@ def test_against_the_recurrence(name, shape):
     check(name, shape)
 
 
+def test_a_loud_document_leaves_the_others_alone():
+    """Gradients of log-decays are differences of sums over a chunk: not over its documents."""
+    shape = Shape(batch=1, time=128, heads=(1, 1, 1), key=64, value=64)
+    arrays = draw(MIXERS["simple_gla"], shape)
+    ids = np.repeat([1, 2, 3, 4], [20, 30, 50, 28])
+    loud = jnp.where(ids == 3, 1e3, 1.0)[:, None, None]
+
+    def gradient(volume):
+        q, k, v = (jnp.asarray(arrays[n] * volume, jnp.bfloat16) for n in "qkv")
+
+        def loss(log_decay):
+            out, _ = mixers.simple_gla(q, k, v, log_decay, segment_ids=ids[None], impl="pallas")
+            return jnp.sum(out.astype(jnp.float32) * volume)
+
+        with seqmix_kernels.compile_for("gpu", interpret="chip"):
+            return jax.jit(jax.grad(loss))(jnp.asarray(arrays["log_decay"], jnp.float32))
+
+    found, quiet = gradient(loud), gradient(jnp.ones_like(loud))
+    np.testing.assert_array_equal(found[:, ids != 3], quiet[:, ids != 3])
+    assert np.any(found[:, ids == 3] != quiet[:, ids == 3])
+    assert not np.any(found[:, [20, 50, 100]])  # a document starts from nothing
+
+
 def _lower(heads, key, value, *, batch=2, time=256, dtype=jnp.bfloat16, packed=False):
     queries, keys, values = heads
     states = max(keys, values)

@@ -2,301 +2,258 @@
 """Checks the GPU kernels against the recurrence, then times them, with a peer if it is there.
 
     python experiments/speed/kernels.py --out=experiments/speed/results/h200_kernels
+    python experiments/speed/kernels.py --out=... --groups lengths --seconds=540
+    python experiments/speed/kernels.py --out=... --groups --merge other/kernels.json
 
-Writes `kernels.json`, `kernels.md` and `kernels.png` into --out. Every row is checked first:
-output, final state and all gradients of the kernel against the float32 recurrence of two rows of
-512 tokens; an error above 5e-3 makes the run fail at its end. Times are medians of three loops
-after warm-up, in ms; "fwd+bwd" is one forward and one vector-Jacobian product. `chunked` is the
-same mixer's XLA form; the peer is jax-linear-attention, if `jla` can be imported. --rows
-picks rows by parts of their names.
+Writes `kernels.json`, `kernels.md` and plots into --out, after every result; results that are there
+stay until they are measured again, each with the number of its run. `kernel_rows.py` has the rows:
+those that others published (`peers`), packed rows (`packed`), 2k to 256k tokens (`lengths`), 8 to
+512 states (`heads`). Of each shape, output, final state and every gradient are first compared with
+the float32 recurrence on a short part; an error above 5e-3 makes the run fail at its end.
+
+Times are of loops within one program (`timing.py`), in ms. `fwdbwd_ms` is one forward and one
+vector-Jacobian product, results and gradients written, as in a training step. `gradients_ms` is of
+the gradients alone: XLA then leaves out a forward whose output the backward does not read, so a
+peer that computes everything again is not charged for it. `chunked` is the mixer's XLA form, last
+of all rows; the peer is jax-linear-attention, if `jla` can be imported.
 """
 
 import argparse
-import datetime
-import importlib
-import importlib.util
-import json
+import concurrent.futures
+import functools
 import pathlib
-import statistics
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from seqmix import mixers
+import kernel_report
+import kernel_rows
+import timing
+from kernel_rows import GROUPS, Row
 
 BAR = 5e-3
-CHECKED_TOKENS, CHECKED_ROWS = 512, 2
+LOOP_MS = 20.0  # what a loop should take
 
 
-class Row(NamedTuple):
-    """One shape of one mixer.
-
-    Attributes:
-      mixer: name in `seqmix.mixers`.
-      batch: rows.
-      time: tokens of a row.
-      keys: key heads (groups of an SSM).
-      values: value heads.
-      key: K.
-      value: V.
-      documents: documents packed into each row, 1 for none.
-      floor: ms that the arrays take at 4.27 TB/s, forward and forward + backward, or None.
-    """
-
-    mixer: str
-    batch: int
-    time: int
-    keys: int
-    values: int
-    key: int
-    value: int
-    documents: int = 1
-    floor: tuple[float, float] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        heads = f"H{self.values}" if self.keys == self.values else f"H{self.keys}/{self.values}"
-        width = f"D{self.key}" if self.key == self.value else f"K{self.key} V{self.value}"
-        packed = f" {self.documents} documents" if self.documents > 1 else ""
-        return f"{self.mixer} B{self.batch} T{self.time} {heads} {width}{packed}"
+def short(row: Row) -> Row:
+    """The part that is checked: single rows keep being cut into pieces."""
+    batch = min(row.batch, 2)
+    return row._replace(batch=batch, time=min(row.time, 512 if batch > 1 else 2048), known=())
 
 
-ROWS = (
-    Row("simple_gla", 8, 4096, 16, 16, 128, 128, floor=(0.126, 0.347)),
-    Row("simple_gla", 1, 32768, 16, 16, 128, 128, floor=(0.126, 0.347)),
-    Row("simple_gla", 8, 4096, 32, 32, 64, 64, floor=(0.127, 0.349)),
-    Row("ssd", 8, 4096, 1, 32, 128, 64, floor=(0.068, 0.172)),
-    Row("ssd", 1, 32768, 1, 32, 128, 64, floor=(0.068, 0.172)),
-    Row("gated_delta_rule", 8, 4096, 16, 16, 128, 128, floor=(0.127, 0.349)),
-    Row("gated_delta_rule", 1, 32768, 16, 16, 128, 128, floor=(0.127, 0.349)),
-    Row("gated_delta_rule", 8, 4096, 32, 32, 64, 64, floor=(0.128, 0.352)),
-    Row("gated_delta_rule", 1, 8192, 16, 64, 128, 128),
-    Row("delta_rule", 8, 4096, 16, 16, 128, 128, floor=(0.126, 0.347)),
-    Row("delta_rule", 1, 32768, 16, 16, 128, 128, floor=(0.126, 0.347)),
-    *(Row("simple_gla", 32768 // t, t, 16, 16, 128, 128) for t in (2048, 8192, 16384)),
-    *(Row("simple_gla", 1, t, 16, 16, 128, 128) for t in (65536, 262144)),
-    Row("simple_gla", 8, 4096, 16, 16, 128, 128, documents=16),
-    Row("simple_gla", 1, 32768, 8, 8, 128, 128),
-    Row("simple_gla", 32, 1024, 16, 16, 128, 128),
-    *(Row("gated_delta_rule", 1, t, 16, 16, 128, 128) for t in (65536, 262144)),
-    Row("gated_delta_rule", 8, 4096, 16, 16, 128, 128, documents=16),
-)
+def check(row: Row, impl: str = "pallas") -> Callable[[], dict[str, float]]:
+    """Compiles a form and the recurrence; what it returns gives relative errors by name."""
+    xs, ids = kernel_rows.shapes(row), kernel_rows.segments(row)
+    forms = [kernel_rows.both(kernel_rows.ours(row, name)) for name in (impl, "recurrent")]
+    results = jax.eval_shape(kernel_rows.ours(row, "recurrent"), xs, ids)
 
+    def errors(ids):
+        xs = kernel_rows.arrays(row)
+        weights = kernel_rows.cotangents(results)
+        wide_xs, wide = jax.tree.map(lambda x: x.astype(jnp.float32), (xs, weights))
+        got, want = forms[0](xs, ids, weights), forms[1](wide_xs, ids, wide)
 
-def arrays(row: Row) -> dict[str, jax.Array]:
-    """Inputs by argument name."""
-    keys = jax.random.split(jax.random.key(0), 6)
-    shape = (row.batch, row.time)
+        def error(a, b):
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
 
-    def normal(i, *rest):
-        return jax.random.normal(keys[i], (*shape, *rest))
+        return jax.tree.map(error, got, want)
 
-    q, k = normal(0, row.keys, row.key), normal(1, row.keys, row.key)
-    k = (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(jnp.bfloat16)
-    q, v = q.astype(jnp.bfloat16), normal(2, row.values, row.value).astype(jnp.bfloat16)
-    gate = normal(3, row.values)
-    if row.mixer == "ssd":
-        rates = -jnp.exp(jax.random.uniform(keys[4], (row.values,), minval=-3.0, maxval=2.0))
-        return {"x": v, "dt": jax.nn.softplus(gate - 1), "A": rates, "B": k, "C": q}
-    found = {"q": q, "k": k, "v": v}
-    if row.mixer != "delta_rule":
-        found["log_decay"] = -jnp.exp(gate * 1.5 - 2)
-    if row.mixer != "simple_gla":
-        found["beta"] = jax.nn.sigmoid(normal(5, row.values))
-    return found
-
-
-def segments(row: Row) -> jax.Array | None:
-    """Documents of equal length."""
-    if row.documents == 1:
-        return None
-    ids = 1 + jnp.arange(row.time) * row.documents // row.time
-    return jnp.broadcast_to(ids.astype(jnp.int32), (row.batch, row.time))
-
-
-def ours(row: Row, impl: str) -> Callable[[dict[str, jax.Array]], Any]:
-    """(arrays) -> (out, state) of one of our forms."""
-    mixer, ids = getattr(mixers, row.mixer), segments(row)
-    return lambda xs: mixer(**xs, segment_ids=ids, impl=impl)
-
-
-def peer(row: Row) -> Callable[[dict[str, jax.Array]], Any] | None:
-    """The same of jax-linear-attention, None where it is not importable or has no such call."""
-    if importlib.util.find_spec("jla") is None or row.documents > 1:
-        return None
-    scalar = importlib.import_module("jla.ops.mosaic_gpu.scalar_gate")
-    delta = importlib.import_module("jla.ops.mosaic_gpu.gated_delta_rule")
-    options = {"output_final_state": True}
-
-    def call(xs):
-        if row.mixer == "ssd":
-            values = (xs["x"] * xs["dt"][..., None]).astype(xs["x"].dtype)
-            decay = xs["dt"] * xs["A"]
-            return scalar.simple_gla(xs["C"], xs["B"], values, decay, scale=1.0, **options)
-        qkv = xs["q"], xs["k"], xs["v"]
-        if row.mixer == "simple_gla":
-            return scalar.simple_gla(*qkv, xs["log_decay"], **options)
-        if row.mixer == "delta_rule":
-            return delta.delta_rule(*qkv, xs["beta"], **options)
-        return delta.gated_delta_rule(*qkv, xs["log_decay"], xs["beta"], **options)
-
-    return call
-
-
-def gradient(function) -> Callable[..., Any]:
-    """(arrays, cotangents) -> (results, gradients of the arrays)."""
-
-    def both(xs, cotangents):
-        results, pull = jax.vjp(function, xs)
-        return results, pull(cotangents)[0]
-
-    return both
-
-
-def cotangents(function, xs) -> Any:
-    """Random numbers in the shapes and dtypes of the results."""
-    shapes = jax.eval_shape(function, xs)
-    keys = iter(jax.random.split(jax.random.key(9), 2))
-    return jax.tree.map(
-        lambda s: jax.random.normal(next(keys), s.shape, jnp.bfloat16).astype(s.dtype), shapes
-    )
-
-
-def errors(row: Row) -> dict[str, float]:
-    """Relative errors of results and gradients on a short part of the row."""
-    short = row._replace(
-        time=min(row.time, CHECKED_TOKENS), batch=min(row.batch, CHECKED_ROWS), floor=None
-    )
-    xs = arrays(short)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), xs)
-    got = jax.jit(gradient(ours(short, "pallas")))(xs, cotangents(ours(short, "recurrent"), xs))
-    want = gradient(ours(short, "recurrent"))
-    want = jax.jit(want)(wide, cotangents(ours(short, "recurrent"), wide))
-
-    def error(a, b):
-        a = a.astype(jnp.float32)
-        return float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
-
+    compiled = jax.jit(errors).lower(ids).compile()
     names = ("out", "state", *(f"d_{n}" for n in sorted(xs)))
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return dict(zip(names, (error(a, b) for a, b in pairs), strict=True))
+
+    def run():
+        found = [float(e) for e in jax.tree.leaves(compiled(ids))]
+        return dict(zip(names, found, strict=True))
+
+    return run
 
 
-def milliseconds(function, *args, calls: int = 20) -> float:
-    """Median of three loops of `calls` calls."""
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function(*args)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls * 1e3)
-    return statistics.median(times)
+@functools.lru_cache(maxsize=1)
+def _inputs(row: Row) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    return jax.jit(lambda: kernel_rows.arrays(row))(), jax.device_put(kernel_rows.segments(row))
 
 
-def measure(row: Row, forms: list[str]) -> dict[str, Any]:
-    """Errors and times of one row."""
-    found: dict[str, Any] = {"row": row.name, "floor": row.floor, "errors": errors(row)}
-    print(row.name, {name: f"{e:.1e}" for name, e in found["errors"].items()}, flush=True)
-    xs = arrays(row)
-    for form in forms:
-        function = peer(row) if form == "peer" else ours(row, form)
-        if function is None:
-            continue
-        try:
+def measure(row: Row, name: str, alone: bool, profile: bool) -> Callable[[], dict[str, Any]]:
+    """Compiles a form; what it returns times it.
+
+    Args:
+      row: the shape.
+      name: of the form.
+      alone: whether to time the gradients alone, too.
+      profile: whether to take times of kernels.
+    """
+    function = kernel_rows.form(row, name)
+    inputs = kernel_rows.shapes(row), kernel_rows.segments(row)
+    results = jax.eval_shape(function, *inputs)
+    # As a rule kernels take four floors, XLA's form forty.
+    expected = [floor * (40 if name == "chunked" else 4) for floor in row.floor]
+    turns = [min(40, max(2, round(LOOP_MS / ms))) for ms in expected]
+    pass_both = kernel_rows.both(function)
+    passes = {
+        "fwd_ms": (function, turns[0], inputs),
+        "fwdbwd_ms": (pass_both, turns[1], (*inputs, results)),
+    }
+    if alone:
+        passes["gradients_ms"] = (kernel_rows.gradients(function), turns[1], (*inputs, results))
+    loops = {
+        field: attempt(lambda p=p: timing.compile_loop(p[0], *p[2], turns=p[1]))
+        for field, p in passes.items()
+    }
+
+    def timed(field, loop, found):
+        arguments = _inputs(row)
+        if field != "fwd_ms":
+            arguments = (*arguments, jax.jit(lambda: kernel_rows.cotangents(results))())
+        found[field] = round(timing.milliseconds(loop, *arguments), 4)
+        if field == "fwdbwd_ms":
+            found["temp_gib"] = round(loop.temporary_gib, 4)
+        if profile:
+            found.setdefault("kernels_ms", {})[field] = timing.kernel_times(loop, *arguments)
+        return {}
+
+    def run():
+        found: dict[str, Any] = {"compile_s": 0.0}
+        for field, loop in loops.items():
+            if isinstance(loop, timing.Loop):
+                found["compile_s"] = round(found["compile_s"] + loop.seconds, 1)
+                failed = attempt(functools.partial(timed, field, loop, found))
+            else:
+                failed = loop
+            if failed:
+                found["error"] = f"{field}: {failed['error']}"
+        return found
+
+    return run
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What `work` gives, or its error as a result."""
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc(limit=-2)
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def plan(
+    rows: list[Row], forms: list[str], checks: bool, profile: bool
+) -> list[tuple[Row, str, Callable]]:
+    """What is to be done, as (row, key in the results, what compiles it), the slow form last."""
+    work, checked = [], set()
+    alone = {row.name for row in GROUPS["peers"]}
+    for slow in (False, True):
+        for row in rows:
+            part = short(row)
+            if checks and not slow and "pallas" in forms and part not in checked:
+                checked.add(part)
+                work.append((row, "errors", functools.partial(check, part)))
+            for name in forms:
+                if (name == "chunked") == slow:
+                    extra = row.name in alone and not slow
+                    work.append((row, name, functools.partial(measure, row, name, extra, profile)))
+    return work
+
+
+def execute(
+    work: list[tuple[Row, str, Callable]],
+    keep: Callable[[Row, str, dict[str, Any]], None],
+    jobs: int,
+    end: float,
+) -> int:
+    """Compiles `jobs` pieces of work at once and then runs them one by one, until `end`.
+
+    Returns:
+      How many pieces were left.
+    """
+    longest = 0.0
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for first in range(0, len(work), jobs):
             start = time.perf_counter()
-            both = jax.jit(gradient(function))
-            weights = cotangents(function, xs)
-            compiled = both.lower(xs, weights).compile()
-            found[form] = {
-                "fwd_ms": milliseconds(jax.jit(function), xs),
-                "fwdbwd_ms": milliseconds(compiled, xs, weights),
-                "temp_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
-                "seconds": time.perf_counter() - start,
-            }
-        except Exception as error:  # a form that cannot run is a result too
-            traceback.print_exc(limit=-2)
-            found[form] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-        print(row.name, form, found[form], flush=True)
-    return found
+            if start + 1.2 * longest > end:
+                return len(work) - first
+            batch = work[first : first + jobs]
+            compiled = list(pool.map(lambda item: attempt(item[2]), batch))
+            for (row, key, _), run in zip(batch, compiled, strict=True):
+                found = run if isinstance(run, dict) else attempt(run)
+                print(row.name, key, found, flush=True)
+                keep(row, key, found)
+            longest = max(longest, time.perf_counter() - start)
+            print(f"{end - time.perf_counter():.0f} s left", flush=True)
+    return 0
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table, forward / forward + backward in ms."""
-    lines = ["| row | floor | pallas | peer | chunked | worst error |", "|---|---|---|---|---|---|"]
-
-    def cell(row, form):
-        if form not in row:
-            return ""
-        times = row[form]
-        return "fails" if "error" in times else f"{times['fwd_ms']:.3f} / {times['fwdbwd_ms']:.3f}"
-
-    for row in rows:
-        floor = "" if row["floor"] is None else "{:.3f} / {:.3f}".format(*row["floor"])
-        cells = " | ".join(cell(row, form) for form in ("pallas", "peer", "chunked"))
-        lines.append(f"| {row['row']} | {floor} | {cells} | {max(row['errors'].values()):.1e} |")
-    return "\n".join(lines) + "\n"
+def chosen(groups: list[str], parts: list[str], without: str) -> list[Row]:
+    """Rows of groups whose names hold one of `parts`, each once."""
+    rows = {row.name: row for group in reversed(groups) for row in reversed(GROUPS[group])}
+    return [
+        row
+        for row in reversed(rows.values())
+        if any(part in row.name for part in parts) and without not in row.name
+    ]
 
 
-def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bars of forward + backward times."""
-    import matplotlib
+def run(options: argparse.Namespace, start: float) -> None:
+    """Measures, merges, writes; `start` is when the program began.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    Raises:
+      SystemExit: an error of this run is above the bar.
+    """
+    results = kernel_report.Results(options.out)
+    for path in options.merge:
+        results.merge(path)
+    rows = chosen(options.groups, options.rows, options.without)
+    forms = [name for name in options.forms if name != "peer" or kernel_rows.has_peer()]
+    if rows:
+        results.runs.append(timing.facts("jax-linear-attention"))
+        if jax.default_backend() == "gpu":
+            results.runs[-1]["ceilings"] = attempt(timing.ceilings)
+        print(results.runs[-1], flush=True)
+    work = plan(rows, forms, not options.unchecked, options.profile)
 
-    figure, axes = plt.subplots(figsize=(8, 0.35 * len(rows) + 1.5))
-    for i, form in enumerate(("pallas", "peer", "chunked")):
-        times = [row.get(form, {}).get("fwdbwd_ms", float("nan")) for row in rows]
-        places = [n + (i - 1) * 0.25 for n in range(len(rows))]
-        axes.barh(places, times, height=0.25, label=form)
-    axes.set_yticks(range(len(rows)), [row["row"] for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("forward and backward, ms")
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    def keep(row, key, found):
+        same = [r for r in rows if key == "errors" and short(r) == short(row)]
+        for each in same or [row]:
+            results.put(each, key, found)
+
+    left = execute(work, keep, options.jobs, start + options.seconds - 15)
+    results.write()
+    attempt(lambda: kernel_report.draw(results))
+    print((options.out / "kernels.md").read_text(), flush=True)
+    if left:
+        print(f"{left} of {len(work)} pieces of work are left", flush=True)
+    measured = [results.rows.get(row.name, {}) for row in rows]
+    wrong = [
+        (row.name, found["errors"])
+        for row, found in zip(rows, measured, strict=True)
+        if "errors" in found and not kernel_report.worst(found["errors"]) <= BAR
+    ]
+    if wrong:
+        raise SystemExit(f"errors above {BAR}: {wrong}")
 
 
 def main() -> None:
     """Runs from the command line."""
+    start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--forms", nargs="+", default=["pallas", "peer", "chunked"])
+    parser.add_argument("--groups", nargs="*", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--forms", nargs="+", default=list(kernel_report.FORMS))
     parser.add_argument(
         "--rows", nargs="+", default=[""], help="rows whose names hold one of these"
     )
     parser.add_argument("--without", default="no such row", help="but not those that hold this")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no row after so long")
+    parser.add_argument("--merge", nargs="+", type=pathlib.Path, default=[], help="other results")
+    parser.add_argument("--seconds", type=float, default=1e6, help="end before so many")
+    parser.add_argument("--jobs", type=int, default=6, help="programs compiled at once")
+    parser.add_argument("--unchecked", action="store_true", help="time without checking")
+    parser.add_argument("--profile", action="store_true", help="times of kernels, too")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    start, rows = time.perf_counter(), []
-    for row in ROWS:
-        chosen = any(part in row.name for part in options.rows) and options.without not in row.name
-        if not chosen or time.perf_counter() - start > options.seconds:
-            continue
-        rows.append(measure(row, options.forms))
-        facts = {
-            "date": datetime.date.today().isoformat(),
-            "jax": jax.__version__,
-            "device": jax.devices()[0].device_kind,
-            "method": "bfloat16 q, k, v; median of three loops; ms",
-            "rows": rows,
-        }
-        (options.out / "kernels.json").write_text(json.dumps(facts, indent=1) + "\n")
-        head = f"{facts['device']}, jax {facts['jax']}, {facts['date']}; fwd / fwd + bwd, ms"
-        (options.out / "kernels.md").write_text(f"{head}\n\n{table(rows)}")
-    plot(rows, options.out / "kernels.png")
-    print(table(rows))
-    wrong = [row["row"] for row in rows if not max(row["errors"].values()) <= BAR]
-    if wrong:
-        raise SystemExit(f"errors above {BAR}: {wrong}")
+    with timing.time_limit(options.seconds):
+        run(options, start)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from seqmix_kernels.options import Heads, Options
 
 STRENGTH = True
 """Whether the kernels take the write strengths w as a fifth array."""
+UNPROVED = "no GPU has run the present kernels yet"
+"""Why `impl="auto"` does not take them."""
 
 
 def refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:

@@ -15,18 +15,20 @@ def _log_once(mixer: str, chosen: str, why: str) -> None:
     logging.info("%s: impl='auto' takes '%s' (%s)", mixer, chosen, why)
 
 
-def kernel_refusal(name: str, rows: int, *args, **options) -> str | None:
+def kernel_refusal(name: str, impl: str, rows: int, *args, **options) -> str | None:
     """Why no kernel of a family can take a call, or None.
 
     Args:
       name: the family, a module under `seqmix_kernels.tpu` or `seqmix_kernels.gpu`.
+      impl: what the caller asked for; 'auto' takes no kernels of a module that says UNPROVED.
       rows: B.
       *args, **options: those of the module's `refusal`.
     """
     module = family(name)
     if module is None:
         return f"there is no {name} kernel for backend '{target().platform}'"
-    return module.refusal(*args, **options) or cut_refusal(rows)
+    unproved = getattr(module, "UNPROVED", None) if impl == "auto" else None
+    return unproved or module.refusal(*args, **options) or cut_refusal(rows)
 
 
 def choose(

@@ -74,7 +74,7 @@ def rg_lru(
         impl,
         elementwise.IMPLEMENTATIONS,
         time=time,
-        refusal=lambda: kernel_refusal(FAMILY, batch, None, (x, log_a)),
+        refusal=lambda: kernel_refusal(FAMILY, impl, batch, None, (x, log_a)),
     )
 
     dtype = state_dtype(x, log_a)

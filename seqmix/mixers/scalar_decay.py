@@ -112,7 +112,7 @@ def scan(
     def refusal():
         if not kernel.plain:
             return "its pairs are weighed by a kernel function"
-        return kernel_refusal(FAMILY, q.shape[0], options, arrays)
+        return kernel_refusal(FAMILY, impl, q.shape[0], options, arrays)
 
     impl = choose(mixer, impl, IMPLEMENTATIONS, time=time, refusal=refusal)
     if impl == "pallas":

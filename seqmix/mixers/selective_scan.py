@@ -76,7 +76,7 @@ def selective_scan(
         impl,
         elementwise.IMPLEMENTATIONS,
         time=time,
-        refusal=lambda: kernel_refusal(FAMILY, batch, None, (x, dt, B, C)),
+        refusal=lambda: kernel_refusal(FAMILY, impl, batch, None, (x, dt, B, C)),
     )
 
     dtype = state_dtype(x, dt)

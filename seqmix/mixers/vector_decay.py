@@ -99,7 +99,7 @@ def scan(
         impl,
         IMPLEMENTATIONS,
         time=q.shape[1],
-        refusal=lambda: kernel_refusal(FAMILY, q.shape[0], options, arrays),
+        refusal=lambda: kernel_refusal(FAMILY, impl, q.shape[0], options, arrays),
     )
     if impl == "pallas":
         arrays = (q, k, v, clean_log_decay(log_decay))

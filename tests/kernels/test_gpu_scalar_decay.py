@@ -8,7 +8,7 @@ import pytest
 
 import seqmix_kernels
 from seqmix import mixers
-from seqmix_kernels.gpu import gates
+from seqmix_kernels.gpu import gates, scalar_decay
 from tests.mixers.cases import MIXERS, Shape, draw, draw_segments, draw_state
 from tests.mixers.parity import (
     BFLOAT16_BAR,
@@ -114,13 +114,15 @@ def test_a_loud_document_leaves_the_others_alone():
     assert not np.any(found[:, [20, 50, 100]])  # a document starts from nothing
 
 
-def _lower(heads, key, value, *, batch=2, time=256, dtype=jnp.bfloat16, packed=False):
+def _lower(
+    heads, key, value, *, batch=2, time=256, dtype=jnp.bfloat16, packed=False, impl="pallas"
+):
     queries, keys, values = heads
     states = max(keys, values)
 
     def loss(q, k, v, log_decay, state, ids):
         out, final = mixers.simple_gla(
-            q, k, v, log_decay, initial_state=state, segment_ids=ids, impl="pallas"
+            q, k, v, log_decay, initial_state=state, segment_ids=ids, impl=impl
         )
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(final)
 
@@ -155,6 +157,13 @@ def _lower(heads, key, value, *, batch=2, time=256, dtype=jnp.bfloat16, packed=F
 def test_lowers_for_cuda(heads, key, value):
     text = _lower(heads, key, value, packed=True)
     assert text.count("mosaic_gpu") >= 2  # one kernel each way at least
+
+
+def test_auto_takes_no_kernels_that_say_unproved(monkeypatch):
+    for reason, taken in (("no GPU has run them", False), (None, True)):
+        monkeypatch.setattr(scalar_decay, "UNPROVED", reason)
+        text = _lower((1, 1, 1), 64, 64, time=64, impl="auto")
+        assert ("mosaic_gpu" in text) == taken
 
 
 @pytest.mark.slow

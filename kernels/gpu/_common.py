@@ -113,12 +113,6 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
 
 
-def number_tokens(numbers: Any) -> None:
-    """Writes 0, 1, ..., 63 to both rows of float32 shared memory [2, 64]."""
-    for i in range(2):
-        numbers.at[i][...] = plgpu.broadcasted_iota(jnp.float32, (CHUNK,), 0, layout=ROWS)
-
-
 def is_causal() -> jax.Array:
     """[64, 64] tile of whether row >= column.
 

@@ -3,8 +3,10 @@
 
 S~ = a_t S_{t-1};  S_t = S~ + k_t (beta_t (v_t - k_t S~))^T;  o_t = s q_t S_t (Yang et al. 2024,
 arXiv 2406.06484 and 2412.06464), in chunks of 64 tokens: `delta_inverse` inverts every chunk's
-triangular system, `delta_forward` sweeps over the chunks of each head with the state in registers.
-Backward: the states that enter the chunks are recomputed, then `delta_backward` sweeps in reverse.
+triangular system, `delta_forward` sweeps over the chunks of each head with the state in registers
+and keeps the states that enter the chunks and the rule's errors v_t - k_t S~ for the backward pass,
+where `delta_backward` sweeps in reverse. (Where several query heads read a state, they are computed
+again.)
 
 Rows whose heads do not fill the chip are cut into pieces. What a piece does to its entering state
 is linear, so a first sweep finds every piece's end state and transition, a few small float32
@@ -20,14 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from seqmix_kernels.gpu import delta_backward, delta_forward, gates
-from seqmix_kernels.gpu._common import MAX_GRID_YZ, chip_refusal
+from seqmix_kernels.gpu._common import MAX_GRID_YZ, chip_refusal, foldable
 from seqmix_kernels.gpu.calls import cut_state, flat, operand_refusal, whole, whole_state
 from seqmix_kernels.gpu.delta_inverse import inverse
-from seqmix_kernels.gpu.delta_pieces import Plan, plan
+from seqmix_kernels.gpu.delta_pieces import Plan, chunk_vectors, plan
 from seqmix_kernels.options import Options
 
-KEEP_INVERSE = True
-"""Whether the backward pass reads the inverses of the forward pass or makes them again."""
+UNPROVED = "no GPU has run the present kernels yet"
+"""Why `impl="auto"` does not take them."""
 
 
 def refusal(options: Options, arrays: tuple[jax.Array, ...]) -> str | None:
@@ -53,23 +55,22 @@ class _Call:
         self.heads = options.heads
         self.time, self.key, self.value = q.shape[1], q.shape[-1], v.shape[-1]
         self.q, self.k, self.v = (whole(x) for x in (q, k, v))
-        self.gates = gates.chunk_sums(log_decay, run)
-        self.beta = gates.to_chunks(beta)
-        self.chunks = self.beta.shape[2]
+        self.vectors = chunk_vectors(log_decay, beta, run)
+        self.chunks = self.vectors.shape[2]
         self.plan: Plan = plan(
             self.heads, q.shape[0], self.chunks, self.k.shape[-1], self.v.shape[-1]
         )
 
     def inverse(self) -> jax.Array:
-        """T^T of all chunks."""
-        return inverse(self.heads, self.k, self.gates, self.beta)
+        """T~^T of all chunks."""
+        return inverse(self.heads, self.k, self.vectors)
 
     def entering(self, state: jax.Array, inverse: jax.Array):
         """States that enter the pieces [B, pieces, Hs, V, K], and the pieces' transitions."""
         first = whole_state(state)
         if self.plan.pieces == 1:
             return first[:, None], None
-        ends = delta_forward.piece_ends(self.plan, self.k, self.v, self.gates, self.beta, inverse)
+        ends = delta_forward.piece_ends(self.plan, self.k, self.v, self.vectors, inverse)
         ends = ends.reshape(first.shape[0], self.plan.pieces, *ends.shape[1:])
         width = self.v.shape[-1]
         written, transition = ends[..., :width, :], ends[..., width:, :]
@@ -77,6 +78,23 @@ class _Call:
         for piece in range(self.plan.pieces - 1):
             states.append(_moved(states[-1], transition[:, piece]) + written[:, piece])
         return jnp.stack(states, 1), transition
+
+    def leaving(self, plan: Plan, d_out, d_final, inverse, transition) -> jax.Array:
+        """Gradients of the states that leave the pieces, [B, pieces, Ho, V, K]."""
+        queries, scale = self.heads.queries, self.options.scale
+        # Of a state's query heads the first one's recursion starts from the final state's gradient.
+        last = whole_state(d_final.astype(jnp.float32))[:, :, None]
+        last = jnp.pad(last, [(0, 0), (0, 0), (0, queries - 1), (0, 0), (0, 0)])
+        chain = [last.reshape(last.shape[0], -1, *last.shape[3:])]
+        if plan.pieces > 1:
+            own = delta_backward.piece_gradients(
+                plan, self.q, self.k, d_out, self.vectors, inverse, scale=scale
+            )
+            own = own.reshape(last.shape[0], plan.pieces, *own.shape[1:])
+            transition = jnp.swapaxes(jnp.repeat(transition, queries, axis=2), -1, -2)
+            for piece in reversed(range(1, plan.pieces)):
+                chain.append(own[:, piece] + _moved(chain[-1], transition[:, piece]))
+        return jnp.stack(chain[::-1], 1)
 
 
 def _moved(state: jax.Array, transition: jax.Array) -> jax.Array:
@@ -117,25 +135,22 @@ def forward(
       out [B, T, Ho, V]; final state [B, Hs, K, V] float32; residuals, None unless `keep`.
     """
     del interpret, shared
-    call = _Call(options, q, k, v, log_decay, beta, run)
-    solved = call.inverse()
-    entering, transition = call.entering(state, solved)
-    out, last = delta_forward.outputs(
-        call.plan,
-        call.q,
-        call.k,
-        call.v,
-        call.gates,
-        call.beta,
-        solved,
-        flat(entering),
-        scale=options.scale,
-        out_dtype=_read_dtype(options.out_dtype),
-    )
-    last = last.reshape(*entering.shape[:2], *last.shape[1:])[:, -1, :: options.heads.queries]
-    final = cut_state(last, call.key, call.value)
-    out = out[:, : call.time, :, : call.value].astype(options.out_dtype)
-    kept = (entering, transition, solved if KEEP_INVERSE else None)
+
+    def run_forward(q, k, v, log_decay, beta, state, run):
+        call = _Call(options, q, k, v, log_decay, beta, run)
+        solved = call.inverse()
+        entering, transition = call.entering(state, solved)
+        out, last, *states = delta_forward.outputs(
+            call.plan, call.q, call.k, call.v, call.vectors, solved, flat(entering),
+            scale=options.scale, out_dtype=_read_dtype(options.out_dtype),
+            store=keep and call.heads.queries == 1,
+        )  # fmt: skip
+        last = last.reshape(*entering.shape[:2], *last.shape[1:])[:, -1, :: options.heads.queries]
+        final = cut_state(last, call.key, call.value)
+        out = out[:, : call.time, :, : call.value].astype(options.out_dtype)
+        return out, final, (entering, transition, solved, *states) if keep else ()
+
+    out, final, kept = foldable(run_forward)(q, k, v, log_decay, beta, state, run)
     return out, final, kept if keep else None
 
 
@@ -159,61 +174,44 @@ def backward(
     Arguments as for `forward`, its residuals, and the gradients of its results.
     """
     del interpret, shared
-    entering, transition, solved = residuals
-    call = _Call(options, q, k, v, log_decay, beta, run)
-    heads, scale = options.heads, options.scale
-    if solved is None:
-        solved = call.inverse()
-    states = delta_forward.entering_states(
-        call.plan, call.k, call.v, call.gates, call.beta, solved, flat(entering)
-    )
-    plan = delta_backward.reverse_plan(call.plan)
-    d_out = whole(d_out)
-    # Of a state's query heads the first one's recursion starts from the final state's gradient.
-    last = whole_state(d_final.astype(jnp.float32))[:, :, None]
-    last = jnp.pad(last, [(0, 0), (0, 0), (0, heads.queries - 1), (0, 0), (0, 0)])
-    leaving = last.reshape(last.shape[0], heads.outputs, *last.shape[3:])[:, None]
-    if plan.pieces > 1:
-        own = delta_backward.piece_gradients(
-            plan, call.q, call.k, d_out, call.gates, call.beta, solved, scale=scale
+
+    def run_backward(q, k, v, log_decay, beta, run, residuals, d_out, d_final):
+        entering, transition, solved, *states = residuals
+        call = _Call(options, q, k, v, log_decay, beta, run)
+        heads, rows = options.heads, q.shape[0]
+        if not states:
+            states = delta_forward.entering_states(
+                call.plan, call.k, call.v, call.vectors, solved, flat(entering)
+            )
+        plan = delta_backward.reverse_plan(call.plan)
+        d_out = whole(d_out)
+        leaving = call.leaving(plan, d_out, d_final, solved, transition)
+        dq, dk, dv, sums, first = delta_backward.gradients(
+            plan, call.q, call.k, states[1], d_out, call.vectors, solved, states[0],
+            flat(leaving), scale=options.scale,
+        )  # fmt: skip
+        grid = (heads.keys, heads.values, heads.queries)
+        dq = _added(dq.reshape(*dq.shape[:2], *grid, -1, dq.shape[-1]), (3, 5))
+        dk = _added(dk.reshape(*dk.shape[:2], *grid, -1, dk.shape[-1]), (3, 4, 5))
+        dv = _added(dv.reshape(*dv.shape[:2], heads.states, heads.queries, dv.shape[-1]), (3,))
+        sums = sums.reshape(rows, heads.states, -1, *sums.shape[2:])  # blocks of one state
+        sums = jnp.sum(sums, axis=(2, 4))
+        pairs, reads, writes, by_pairs, passing, by_writes = jnp.moveaxis(sums, 3, 0)
+        d_log = pairs + gates.suffix_sums(reads) + gates.prefix_sums_exclusive(writes)
+        d_log += jnp.sum(passing, axis=-1, keepdims=True)
+        first = first.reshape(rows, plan.pieces, heads.states, -1, *first.shape[2:])[:, 0]
+        d_state = cut_state(jnp.sum(first, axis=2), call.key, call.value)
+        d_arrays = (
+            _cut(dq, q),
+            _cut(dk, k),
+            _cut(dv, v),
+            gates.from_chunks(d_log, call.time),
+            gates.from_chunks(by_pairs + by_writes, call.time).astype(beta.dtype),
         )
-        own = own.reshape(leaving.shape[0], plan.pieces, *own.shape[1:])
-        transition = jnp.swapaxes(jnp.repeat(transition, heads.queries, axis=2), -1, -2)
-        chain = [leaving[:, 0]]
-        for piece in reversed(range(1, plan.pieces)):
-            chain.append(own[:, piece] + _moved(chain[-1], transition[:, piece]))
-        leaving = jnp.stack(chain[::-1], 1)
-    dq, dk, dv, sums, first = delta_backward.gradients(
-        plan,
-        call.q,
-        call.k,
-        call.v,
-        d_out,
-        call.gates,
-        call.beta,
-        solved,
-        states,
-        flat(leaving),
-        scale=scale,
-    )
-    rows = q.shape[0]
-    grid = (heads.keys, heads.values, heads.queries)
-    dq = _added(dq.reshape(*dq.shape[:2], *grid, -1, dq.shape[-1]), (3, 5))
-    dk = _added(dk.reshape(*dk.shape[:2], *grid, -1, dk.shape[-1]), (3, 4, 5))
-    dv = _added(dv.reshape(*dv.shape[:2], heads.states, heads.queries, dv.shape[-1]), (3,))
-    sums = jnp.sum(sums.reshape(rows, heads.states, -1, *sums.shape[2:]), axis=2)
-    pairs, reads, writes, d_beta, passing = jnp.moveaxis(sums, 3, 0)
-    d_log = pairs + gates.suffix_sums(reads) + gates.prefix_sums_exclusive(writes)
-    d_log += jnp.sum(passing, axis=-1, keepdims=True)
-    first = first.reshape(rows, plan.pieces, heads.states, heads.queries, *first.shape[2:])[:, 0]
-    d_state = cut_state(jnp.sum(first, axis=2), call.key, call.value)
-    d_arrays = (
-        _cut(dq, q),
-        _cut(dk, k),
-        _cut(dv, v),
-        gates.from_chunks(d_log, call.time),
-        gates.from_chunks(d_beta, call.time).astype(beta.dtype),
-    )
+        return d_arrays, d_state
+
+    arguments = (q, k, v, log_decay, beta, run, residuals, d_out, d_final)
+    d_arrays, d_state = foldable(run_backward)(*arguments)
     return (), d_arrays, d_state
 
 

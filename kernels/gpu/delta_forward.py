@@ -3,21 +3,22 @@
 
 A unit is one output head and 64 columns of its values, done by one warpgroup that keeps its state
 S^T [64, K] in float32 registers. A block has one or two units and a warpgroup that feeds them
-through TMA and prepares the reads inside the chunk. With T from `delta_inverse`, all on transposes
+through TMA and prepares the reads inside the chunk. With T~ from `delta_inverse`, all on transposes
 so that each product has its left operand in registers and no intermediate goes through memory::
 
-    W^T  = beta (V^T - e^G S^T K^T);   V'^T = W^T T^T
-    O^T  = s e^G S^T Q^T + V'^T A^T,   A = s (Q K^T) * D
-    S^T  = e^{G_C} S^T + (e^{G_C - G} V'^T) K
+    W^T  = V^T - e^G S^T K^T;   V~^T = W^T T~^T
+    O^T  = s e^G S^T Q^T + V~^T (A beta)^T,   A = s (Q K^T) * D
+    S^T  = e^{G_C} S^T + (e^{G_C - G} beta V~^T) K
 
-`outputs` does all of it; `entering_states` stores the states that enter the chunks instead of
-outputs, for the backward pass; `piece_ends` finds what a piece of a row does to its entering state:
-the end state from zero, and the transition, which is the same recursion on K columns without values
-that starts from the identity.
+V~ is what the rule calls the error, v_t - k_t S~_t, so that beta can be zero. `outputs` does all of
+it, and stores the states that enter the chunks and V~ where a backward pass will want them;
+`entering_states` stores these alone; `piece_ends` finds what a piece of a row does to its entering
+state: the end state from zero, and the transition, which is the same recursion on K columns without
+values that starts from the identity.
 
-Bytes of `outputs` a token and head: q, k, v, out and 128 of T, 1.2 KiB at K = V = 128; of
-`entering_states`: k, v, 128 of T and 2 K V / 64 of states, 1.1 KiB. FLOPs of `outputs` a unit and
-chunk: 6 64^2 K + 4 64^3, 4.2 MFLOP at K = 128.
+Bytes of `outputs` a token and head: q, k, v, out and 128 of T~, 1.2 KiB at K = V = 128, and 2 V
++ 2 K V / 64 of what it keeps, 0.75 KiB. FLOPs of `outputs` a unit and chunk: 6 64^2 K + 4 64^3, 4.2
+MFLOP at K = 128.
 """
 
 import jax
@@ -26,6 +27,7 @@ from jax import lax
 
 from seqmix_kernels.gpu._common import (
     COLS,
+    ROWS,
     SMEM,
     WGMMA,
     Barrier,
@@ -41,6 +43,7 @@ from seqmix_kernels.gpu._common import (
     kernel,
     load,
     per_column,
+    per_row,
     registers,
     tile,
     union,
@@ -50,16 +53,21 @@ from seqmix_kernels.gpu._common import (
 )
 from seqmix_kernels.gpu.calls import WIDTH, place
 from seqmix_kernels.gpu.delta_pieces import (
+    SQUARE,
+    VECTORS,
     C,
     Plan,
     accumulated,
+    copy_vectors,
+    entry,
+    leave,
     matmul,
     products,
+    strength,
+    through,
     upper_decay,
 )
 
-_VECTORS = 5
-"""Of a chunk: high and low sums, read by row and by column, and beta."""
 UNIT = (WIDTH, C)
 
 
@@ -68,14 +76,14 @@ def outputs(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    gates: jax.Array,
-    beta: jax.Array,
+    vectors: jax.Array,
     inverse: jax.Array,
     entering: jax.Array,
     *,
     scale: float,
     out_dtype,
-) -> tuple[jax.Array, jax.Array]:
+    store: bool,
+) -> tuple[jax.Array, ...]:
     """Outputs and end states.
 
     Args:
@@ -83,15 +91,16 @@ def outputs(
       q: [B, T, Hq, K] bfloat16, T whole chunks.
       k: [B, T, Hk, K] bfloat16.
       v: [B, T, Hv, V] bfloat16.
-      gates: [2, B, Hs, chunks, 64] float32, sums of log2-decays; see `gates.chunk_sums`.
-      beta: [B, Hs, chunks, 64] float32 write strengths.
-      inverse: [B, Hs, chunks, 64, 64] bfloat16, T^T.
+      vectors: [B, Hs, chunks, 4, 64] float32; see `delta_pieces.chunk_vectors`.
+      inverse: [B, Hs, chunks, 64, 64] bfloat16, T~^T.
       entering: [B * pieces, Hs, V, K] float32, transposed states entering the pieces.
       scale: factor on the output.
       out_dtype: dtype of the output.
+      store: whether to keep what `gradients` reads; each state must have one query head.
 
     Returns:
-      out [B, T, Ho, V]; states after the pieces [B * pieces, Ho, V, K] float32.
+      out [B, T, Ho, V]; states after the pieces [B * pieces, Ho, V, K] float32; with `store` also
+      what `entering_states` returns.
     """
     batch, time = q.shape[:2]
     p = plan
@@ -99,18 +108,28 @@ def outputs(
         jax.ShapeDtypeStruct((batch, time, p.heads.outputs, p.value), out_dtype),
         jax.ShapeDtypeStruct((batch * p.pieces, p.heads.outputs, p.value, p.key), jnp.float32),
     )
-    return _sweep(plan, "outputs", q, k, v, gates, beta, inverse, entering, out_type, scale)
+    if store:
+        out_type += _kept(plan, k, v)
+    return _sweep(plan, "outputs", q, k, v, vectors, inverse, entering, out_type, scale, store)
 
 
-def entering_states(plan, k, v, gates, beta, inverse, entering) -> jax.Array:
-    """States that enter the chunks, [B, Hs, chunks, V, K] bfloat16; arguments as in `outputs`."""
+def _kept(plan, k, v):
+    states = (k.shape[0], plan.heads.states, plan.chunks, plan.value, plan.key)
+    return (jax.ShapeDtypeStruct(states, k.dtype), jax.ShapeDtypeStruct(v.shape, k.dtype))
+
+
+def entering_states(plan, k, v, vectors, inverse, entering) -> tuple[jax.Array, jax.Array]:
+    """What the backward pass reads; arguments as in `outputs`.
+
+    Returns:
+      States that enter the chunks [B, Hs, chunks, V, K], V~ [B, T, Hs, V], both bfloat16.
+    """
     plan = plan._replace(heads=plan.heads._replace(queries=1))
-    shape = (k.shape[0], plan.heads.states, plan.chunks, plan.value, plan.key)
-    out_type = jax.ShapeDtypeStruct(shape, k.dtype)
-    return _sweep(plan, "states", None, k, v, gates, beta, inverse, entering, out_type, 1.0)
+    out_type = _kept(plan, k, v)
+    return _sweep(plan, "states", None, k, v, vectors, inverse, entering, out_type, 1.0, True)
 
 
-def piece_ends(plan, k, v, gates, beta, inverse) -> jax.Array:
+def piece_ends(plan, k, v, vectors, inverse) -> jax.Array:
     """What each piece does to a transposed state, S^T -> S^T X_V+.. + X_..V; arguments as above.
 
     Returns:
@@ -119,47 +138,44 @@ def piece_ends(plan, k, v, gates, beta, inverse) -> jax.Array:
     heads = plan.heads._replace(queries=1)
     columns = (plan.value + plan.key) // WIDTH
     units = 2 if columns % 2 == 0 else 1
-    plan = plan._replace(heads=heads, value=plan.value + plan.key, units=units, sets=1)
+    plan = plan._replace(heads=heads, value=plan.value + plan.key, units=units)
     shape = (k.shape[0] * plan.pieces, heads.states, plan.value, plan.key)
     out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _sweep(plan, "ends", None, k, v, gates, beta, inverse, None, out_type, 1.0)
+    return _sweep(plan, "ends", None, k, v, vectors, inverse, None, out_type, 1.0, False)
 
 
-def _sweep(plan, mode, q, k, v, gates, beta, inverse, entering, out_type, scale):
+def _sweep(plan, mode, q, k, v, vectors, inverse, entering, out_type, scale, store):
     p, dtype, reads = plan, k.dtype, mode == "outputs"
     batch, values = k.shape[0], v.shape[-1]
     out_size = jnp.dtype(out_type[0].dtype).itemsize if reads else 0
-    fixed = p.units * C * WIDTH * out_size + (2 * p.sets * 2 * C * C if reads else 0)
-    if mode == "states":
-        fixed = p.units * WIDTH * p.key * 2
-    stage = 2 * C * (p.sets * ((2 if reads else 1) * p.key + C) + p.units * WIDTH)
-    stages = depth(stage + 4 * C * _VECTORS * p.sets, fixed)
+    fixed = p.units * C * WIDTH * out_size + (2 * 2 * C * C if reads else 0)
+    fixed += p.units * WIDTH * (p.key + C) * 2 if store else 0
+    stage = 2 * C * ((2 if reads else 1) * p.key + C + p.units * WIDTH)
+    stages = depth(stage + 8 * C * VECTORS, fixed)
     feeder = p.units
-    pipeline = {"k_s": tile((stages * p.sets, C, p.key), dtype)}
+    pipeline = {"k_s": tile((stages, C, p.key), dtype)}
     if reads:
-        pipeline["q_s"] = tile((stages * p.sets, C, p.key), dtype)
+        pipeline["q_s"] = tile((stages, C, p.key), dtype)
     else:  # the end state takes as much room as two tiles
         pipeline["v_s"] = tile((stages * p.units, C, WIDTH), dtype)
-        pipeline["t_s"] = tile((stages * p.sets, C, C), dtype)
+        pipeline["t_s"] = tile((stages, C, C), dtype)
     scratch = {
         "tiles": union(list(pipeline.values()), [SMEM((p.units, WIDTH, p.key), jnp.float32)]),
-        "g_s": SMEM((stages * p.sets, _VECTORS, C), jnp.float32),
-        "full": Barrier(
-            num_arrivals=p.sets * ((2 if reads else 1) + 1 + _VECTORS) + p.units,
-            num_barriers=stages,
-        ),
+        "g_s": SMEM((stages, 2, VECTORS, C), jnp.float32),
+        "full": Barrier(num_arrivals=(5 if reads else 4) + p.units, num_barriers=stages),
         "free": Barrier(num_arrivals=p.units, num_barriers=stages),
         "begun": Barrier(num_barriers=p.units),
         "joined": Barrier(num_arrivals=p.units + 1, num_barriers=2),
     }
     if reads:
         scratch["v_s"] = tile((stages * p.units, C, WIDTH), dtype)
-        scratch["t_s"] = tile((stages * p.sets, C, C), dtype)
-        scratch["a_s"] = tile((2 * p.sets, C, C), dtype)
+        scratch["t_s"] = tile((stages, C, C), dtype)
+        scratch["a_s"] = tile((2, C, C), dtype)
         scratch["ready"] = Barrier(num_barriers=2)
         scratch["out_s"] = tile((p.units, C, WIDTH), out_type[0].dtype)
-    if mode == "states":
+    if store:
         scratch["state_s"] = tile((p.units, WIDTH, p.key), dtype)
+        scratch["new_s"] = tile((p.units, C, WIDTH), dtype)
 
     def body(*refs, tiles, g_s, full, free, begun, joined, **own):
         named = dict(zip(pipeline, tiles[0], strict=True), **own)
@@ -167,8 +183,9 @@ def _sweep(plan, mode, q, k, v, gates, beta, inverse, entering, out_type, scale)
         (ends_s,) = tiles[1]
         refs = list(refs)
         q_ref = refs.pop(0) if reads else None
-        k_ref, v_ref, g_ref, beta_ref, t_ref = (refs.pop(0) for _ in range(5))
+        k_ref, v_ref, g_ref, t_ref = (refs.pop(0) for _ in range(4))
         first_ref = refs.pop(0) if entering is not None else None
+        states_ref, new_ref = refs[-2:] if store else (None, None)
         row, index, wg = lax.axis_index("row"), lax.axis_index("block"), lax.axis_index("wg")
         b, piece = lax.div(row, p.pieces), lax.rem(row, p.pieces)
         start = piece * p.piece_chunks
@@ -178,15 +195,12 @@ def _sweep(plan, mode, q, k, v, gates, beta, inverse, entering, out_type, scale)
             stage = lax.rem(n, stages)
             bar, chunk = full.at[stage], start + n
             tokens = ds(chunk * C, C)
-            for i in range(p.sets):
-                at, here = stage * p.sets + i, place(p, index, i)
-                copy_in(k_ref.at[b, tokens, here.key], k_s.at[at], bar)
-                if reads:
-                    copy_in(q_ref.at[b, tokens, here.query], named["q_s"].at[at], bar)
-                copy_in(t_ref.at[b, here.state, chunk], t_s.at[at], bar)
-                for j in range(4):  # by row and by column, each from a place of its own
-                    copy_in(g_ref.at[j % 2, b, here.state, chunk], g_s.at[at, j], bar)
-                copy_in(beta_ref.at[b, here.state, chunk], g_s.at[at, 4], bar)
+            here = place(p, index, 0)
+            copy_in(k_ref.at[b, tokens, here.key], k_s.at[stage], bar)
+            if reads:
+                copy_in(q_ref.at[b, tokens, here.query], named["q_s"].at[stage], bar)
+            copy_in(t_ref.at[b, here.state, chunk], t_s.at[stage], bar)
+            copy_vectors(g_ref.at[b, here.state, chunk], g_s.at[stage], bar)
             for i in range(p.units):
                 here = place(p, index, i)
                 # Units of a transition have no values, but they wait for as many copies.
@@ -195,12 +209,12 @@ def _sweep(plan, mode, q, k, v, gates, beta, inverse, entering, out_type, scale)
                 copy_in(v_ref.at[b, tokens, here.state, columns], v_s.at[stage * p.units + i], bar)
 
         def prepare(n):
-            """A^T of chunk n."""
-            for i in range(p.sets):
-                at = lax.rem(n, stages) * p.sets + i
-                scores = matmul(k_s.at[at], named["q_s"].at[at].T)
-                weights = scores * upper_decay(g_s.at[at], strict=False) * scale
-                named["a_s"].at[lax.rem(n, 2) * p.sets + i][...] = weights.astype(dtype)
+            """(A beta)^T of chunk n."""
+            g = g_s.at[lax.rem(n, stages)]
+            scores = matmul(k_s.at[lax.rem(n, stages)], named["q_s"].at[lax.rem(n, stages)].T)
+            scores = scores * per_row(strength(g, ROWS) * scale, SQUARE)
+            weights = scores * upper_decay(g, strict=False)
+            named["a_s"].at[lax.rem(n, 2)][...] = weights.astype(dtype)
             commit_smem()
             barrier_arrive(named["ready"].at[lax.rem(n, 2)])
 
@@ -256,50 +270,47 @@ def _sweep(plan, mode, q, k, v, gates, beta, inverse, entering, out_type, scale)
 
             def step(n, s):
                 stage = lax.rem(n, stages)
-                at = stage if p.sets == 1 else stage * p.sets + wg
-                mine = stage * p.units + wg
+                mine, g = stage * p.units + wg, g_s.at[stage]
                 barrier_wait(full.at[stage])
                 low = s.astype(dtype)
-                if mode == "states":
+                if store:  # the last chunk's tiles, its outputs' too, have been sent by now
                     wait_copies_out(0, wait_read_only=True)
                     named["state_s"].at[wg][...] = low
                     commit_smem()
                     copy_out(
                         named["state_s"].at[wg],
-                        refs[0].at[b, here.state, start + n, columns],
+                        states_ref.at[b, here.state, start + n, columns],
                     )
                 known, *read = products(
-                    (low, k_s.at[at].T), *([(low, named["q_s"].at[at].T)] if reads else [])
+                    (low, k_s.at[stage].T),
+                    *([(low, named["q_s"].at[stage].T)] if reads else []),
                 )
-                g = g_s.at[at]
-                high_c, low_c = load(g.at[2], layout=COLS), load(g.at[3], layout=COLS)
-                end_high, end_low = g[2, C - 1], g[3, C - 1]
-                entry = jnp.exp2(high_c + low_c)
-                leave = jnp.exp2((end_high - high_c) + (end_low - low_c))
                 values_t = load(v_s.at[mine].T, layout=WGMMA).astype(jnp.float32)
                 if mode == "ends":
                     values_t = values_t * has_values
-                error = values_t - known * per_column(entry, UNIT)
-                error = error * per_column(load(g.at[4], layout=COLS), UNIT)
-                new = matmul(error.astype(dtype), t_s.at[at])
-                written = (new * per_column(leave, UNIT)).astype(dtype)
-                terms = [(s * jnp.exp2(end_high + end_low), [(written, k_s.at[at])])]
+                error = values_t - known * per_column(entry(g, COLS), UNIT)
+                new = matmul(error.astype(dtype), t_s.at[stage])
+                write = leave(g, COLS) * strength(g, COLS)
+                written = (new * per_column(write, UNIT)).astype(dtype)
+                terms = [(s * through(g), [(written, k_s.at[stage])])]
                 if reads:
                     barrier_wait(named["ready"].at[lax.rem(n, 2)])
-                    a_s = named["a_s"].at[lax.rem(n, 2) * p.sets + (0 if p.sets == 1 else wg)]
-                    read = read[0] * per_column(entry * scale, UNIT)
-                    terms.append((read, [(new.astype(dtype), a_s)]))
+                    read = read[0] * per_column(entry(g, COLS) * scale, UNIT)
+                    terms.append((read, [(new.astype(dtype), named["a_s"].at[lax.rem(n, 2)])]))
                 s, *out = accumulated(*terms)
-                if not reads:
-                    commit_smem()  # what was read of the stage, before TMA writes there
-                    barrier_arrive(free.at[stage])
+                tokens = ds((start + n) * C, C)
+                if store:
+                    named["new_s"].at[wg].T[...] = new.astype(dtype)
                 if reads:
+                    if not store:
+                        wait_copies_out(0, wait_read_only=True)
                     out_s = named["out_s"].at[wg]
-                    wait_copies_out(0, wait_read_only=True)
                     out_s.T[...] = out[0].astype(out_s.dtype)
-                    commit_smem()
-                    barrier_arrive(free.at[stage])
-                    tokens = ds((start + n) * C, C)
+                commit_smem()  # also what was read of the stage, before TMA writes there
+                barrier_arrive(free.at[stage])
+                if store:
+                    copy_out(named["new_s"].at[wg], new_ref.at[b, tokens, here.state, columns])
+                if reads:
                     copy_out(out_s, refs[0].at[b, tokens, here.out, columns])
                 return s
 
@@ -309,10 +320,10 @@ def _sweep(plan, mode, q, k, v, gates, beta, inverse, entering, out_type, scale)
                 ends_s.at[wg][...] = s
                 commit_smem()
                 head = here.out if reads else here.state
-                copy_out(ends_s.at[wg], refs[-1].at[row, head, columns])
+                copy_out(ends_s.at[wg], refs[1 if reads else 0].at[row, head, columns])
             wait_copies_out(0)
 
-    arrays = [x for x in (q, k, v, gates, beta, inverse, entering) if x is not None]
+    arrays = [x for x in (q, k, v, vectors, inverse, entering) if x is not None]
     return kernel(
         body,
         name=f"delta_{mode}",

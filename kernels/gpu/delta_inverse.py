@@ -3,12 +3,13 @@
 
 Per chunk of 64 tokens, with D the decays between its tokens,
 
-    T = (I + strict(beta (K K^T) * D))^{-1}
+    T~ = (I + strict((K K^T) * D) beta)^{-1},
 
-by block substitution: the two diagonal blocks of 32 row by row in float32 on the CUDA cores, the
+which solves for the errors v_t - k_t S~_t of the rule (times beta they are what is written), by
+block substitution: the two diagonal blocks of 32 row by row in float32 on the CUDA cores, the
 block below them, -T_22 L_21 T_11, on the tensor cores from float16 operands, which are exacter than
-the bfloat16 that T is stored in (and end at 65504, far above what keys of a stable rule give).
-Everything is done on transposes: K K^T is symmetric, and a thread that solves a column of T then
+the bfloat16 that T~ is stored in (and end at 65504, far above what keys of a stable rule give).
+Everything is done on transposes: K K^T is symmetric, and a thread that solves a column then
 writes a row.
 
 The work is latency, so each block has four warpgroups that go through chunks of their own, and the
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from seqmix_kernels.gpu._common import (
-    COLS,
     MULTIPROCESSORS,
+    ROWS,
     SMEM,
     Barrier,
     barrier_wait,
@@ -33,17 +34,19 @@ from seqmix_kernels.gpu._common import (
     ds,
     join,
     kernel,
-    load,
-    per_column,
+    per_row,
     tile,
     wait_copies_out,
     when,
 )
 from seqmix_kernels.gpu.delta_pieces import (
     SQUARE,
+    VECTORS,
     C,
+    copy_vectors,
     matmul,
     rows_and_columns,
+    strength,
     unknown_zero,
     upper_decay,
 )
@@ -51,23 +54,21 @@ from seqmix_kernels.gpu.delta_substitution import BLOCK, PITCH, substitute
 from seqmix_kernels.options import Heads
 
 _WARPGROUPS = 4
-_VECTORS = 5
 
 
-def inverse(heads: Heads, k: jax.Array, gates: jax.Array, beta: jax.Array) -> jax.Array:
+def inverse(heads: Heads, k: jax.Array, vectors: jax.Array) -> jax.Array:
     """Transposed inverses of all chunks.
 
     Args:
       heads: grouping of the heads.
       k: [B, T, Hk, K] bfloat16, T whole chunks.
-      gates: [2, B, Hs, chunks, 64] float32, sums of log2-decays; see `gates.chunk_sums`.
-      beta: [B, Hs, chunks, 64] float32 write strengths.
+      vectors: [B, Hs, chunks, 4, 64] float32; see `delta_pieces.chunk_vectors`.
 
     Returns:
-      [B, Hs, chunks, 64, 64] bfloat16: T^T, upper triangular.
+      [B, Hs, chunks, 64, 64] bfloat16: T~^T, upper triangular.
     """
     batch, _, _, width = k.shape
-    states, chunks = beta.shape[1:3]
+    states, chunks = vectors.shape[1:3]
     dtype = k.dtype
     spans = max(1, min(chunks // _WARPGROUPS, MULTIPROCESSORS // (batch * states)))
     span = -(-chunks // (spans * _WARPGROUPS)) * _WARPGROUPS
@@ -75,15 +76,15 @@ def inverse(heads: Heads, k: jax.Array, gates: jax.Array, beta: jax.Array) -> ja
     each = _WARPGROUPS
     scratch = {
         "k_s": tile((each, C, width), dtype),
-        "g_s": SMEM((each * 2, _VECTORS, C), jnp.float32),
+        "g_s": SMEM((each * 2, 2, VECTORS, C), jnp.float32),
         "work": SMEM((each, C, PITCH), jnp.float32),
         "operand_s": tile((each, C, C), jnp.float16),
         "out_s": tile((each, C, C), dtype),
-        "full": Barrier(num_arrivals=1 + _VECTORS, num_barriers=each),
+        "full": Barrier(num_arrivals=3, num_barriers=each),
         "ended": Barrier(num_arrivals=each),
     }
 
-    def body(k_ref, g_ref, beta_ref, out_ref, *, k_s, g_s, work, operand_s, out_s, full, ended):
+    def body(k_ref, g_ref, out_ref, *, k_s, g_s, work, operand_s, out_s, full, ended):
         b, s, piece = lax.axis_index("row"), lax.axis_index("state"), lax.axis_index("span")
         wg = lax.axis_index("wg")
         start = piece * span + wg
@@ -92,11 +93,9 @@ def inverse(heads: Heads, k: jax.Array, gates: jax.Array, beta: jax.Array) -> ja
         k_t, bar = k_s.at[wg], full.at[wg]
 
         def issue(n):
-            chunk, g = start + n * each, g_s.at[wg * 2 + lax.rem(n, 2)]
+            chunk = start + n * each
             copy_in(k_ref.at[b, ds(chunk * C, C), lax.div(s, heads.values)], k_t, bar)
-            for i in range(4):  # by row and by column, each from a place of its own
-                copy_in(g_ref.at[i % 2, b, s, chunk], g.at[i], bar)
-            copy_in(beta_ref.at[b, s, chunk], g.at[4], bar)
+            copy_vectors(g_ref.at[b, s, chunk], g_s.at[wg * 2 + lax.rem(n, 2)], bar)
 
         @when(count > 0)
         def _():
@@ -120,7 +119,7 @@ def inverse(heads: Heads, k: jax.Array, gates: jax.Array, beta: jax.Array) -> ja
                 return matmul(left.astype(jnp.float16), operand_t)
 
             minus = scores * upper_decay(g, strict=True)
-            minus = minus * per_column(-load(g.at[4], layout=COLS), SQUARE)
+            minus = minus * per_row(-strength(g, ROWS), SQUARE)
             row, column = rows_and_columns()
             corner = jnp.where((row < BLOCK) == (column < BLOCK), 0.0, minus)
             # The diagonal blocks' inverses, and -L_21^T, which the products below do not see.
@@ -143,4 +142,4 @@ def inverse(heads: Heads, k: jax.Array, gates: jax.Array, beta: jax.Array) -> ja
         grid=(batch, states, spans),
         grid_names=("row", "state", "span"),
         warpgroups=each,
-    )(k, gates, beta)
+    )(k, vectors)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from seqmix_kernels.gpu import gates
 from seqmix_kernels.gpu._common import (
     CHUNK,
     COLS,
@@ -30,8 +31,9 @@ C = CHUNK
 PIECE_CHUNKS = 16
 """A piece has at least as many chunks: finding its transition costs as much as going through it."""
 SQUARE = (C, C)
-VECTORS = 6
-"""Of a chunk: high and low sums of log2-decays to read by row, then by column; beta likewise."""
+VECTORS = 4
+"""Of a chunk, in `chunk_vectors`, in this order:"""
+_SUMS, _ENTRY, _LEAVE, _STRENGTH = range(VECTORS)
 
 
 def accumulated(*terms: tuple[Any, Sequence[tuple[Any, Any]]]) -> list[jax.Array]:
@@ -84,76 +86,78 @@ def matmul(a: Any, b: Any) -> jax.Array:
     return products((a, b))[0]
 
 
-def copy_vectors(gates, beta, at, into, barrier) -> None:
-    """Starts `VECTORS` copies of a chunk's vectors, each to a place of its own.
+def chunk_vectors(log_decay: jax.Array, beta: jax.Array, run: jax.Array | None) -> jax.Array:
+    """What the kernels read of the gates, a token a number.
 
     Args:
-      gates: [2, B, Hs, chunks, 64] float32 in device memory.
-      beta: [B, Hs, chunks, 64] float32 in device memory.
-      at: row, state head and chunk.
-      into: [VECTORS, 64] float32 shared memory.
+      log_decay: [B, T, H] float32, natural log, <= 0 and finite.
+      beta: [B, T, H] float32.
+      run: [B, T] int32 document numbers, or None.
+
+    Returns:
+      [B, H, chunks, 4, 64] float32: sums of log2-decays from the chunk's start, the decays from
+      there and to the chunk's end, and beta. A decay from one token to another comes from the
+      difference of two sums, which is within 2^-10 of its exponent even if all decays are 2^-256.
+    """
+    log2 = gates.chunk_log2(log_decay, run)
+    sums = jnp.sum(jnp.where(jnp.tril(jnp.ones((C, C), bool)), log2[..., None, :], 0.0), axis=-1)
+    decays = jnp.exp2(sums), jnp.exp2(sums[..., -1:] - sums)
+    return jnp.stack([sums, *decays, gates.to_chunks(beta)], axis=3)
+
+
+def copy_vectors(source, into, barrier) -> None:
+    """Starts two copies of a chunk's vectors: what is read by row and by column lies in two places.
+
+    Args:
+      source: [VECTORS, 64] float32 in device memory.
+      into: [2, VECTORS, 64] float32 shared memory.
       barrier: gets the arrivals.
     """
-    for i in range(VECTORS):
-        source = gates.at[(i % 2, *at)] if i < 4 else beta.at[at]
+    for i in range(2):
         copy_in(source, into.at[i], barrier)
 
 
-def _sums(vectors, layout):
-    first = 0 if layout is ROWS else 2
-    return load(vectors.at[first], layout=layout), load(vectors.at[first + 1], layout=layout)
+def _read(vectors, which, layout):
+    return load(vectors.at[0 if layout is ROWS else 1, which], layout=layout)
 
 
 def entry(vectors, layout) -> jax.Array:
     """Decays from the chunk's start to each token; `layout` is ROWS or COLS."""
-    high, low = _sums(vectors, layout)
-    return jnp.exp2(high + low)
+    return _read(vectors, _ENTRY, layout)
 
 
 def leave(vectors, layout) -> jax.Array:
     """Decays from each token to the chunk's end."""
-    high, low = _sums(vectors, layout)
-    return jnp.exp2((vectors[2, C - 1] - high) + (vectors[3, C - 1] - low))
+    return _read(vectors, _LEAVE, layout)
 
 
 def through(vectors) -> jax.Array:
     """The decay across the chunk."""
-    return jnp.exp2(vectors[2, C - 1] + vectors[3, C - 1])
+    return vectors[0, _ENTRY, C - 1]
 
 
 def strength(vectors, layout) -> jax.Array:
     """The write strengths, beta."""
-    return load(vectors.at[4 if layout is ROWS else 5], layout=layout)
+    return _read(vectors, _STRENGTH, layout)
 
 
-def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32 tile as a sum of two bfloat16 tiles; what is lost is below 2^-16 of it."""
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def lower_decay(gates, *, strict: bool) -> jax.Array:
+def lower_decay(vectors, numbers=None, *, strict: bool) -> jax.Array:
     """[i, j] decay from token j to token i, zero where j is later, or i itself if `strict`.
 
     Args:
-      gates: four vectors in shared memory: high and low sums to read by row, then by column.
+      vectors: of a chunk, in shared memory; see `copy_vectors`.
+      numbers: see `rows_and_columns`.
       strict: whether the diagonal is zero too.
     """
-    high, low = load(gates.at[0], layout=ROWS), load(gates.at[1], layout=ROWS)
-    high_c, low_c = load(gates.at[2], layout=COLS), load(gates.at[3], layout=COLS)
-    power = (per_row(high, SQUARE) - per_column(high_c, SQUARE)) + (
-        per_row(low, SQUARE) - per_column(low_c, SQUARE)
-    )
-    return jnp.exp2(jnp.where(lower_mask(strict=strict), power, -jnp.inf))
+    power = per_row(_read(vectors, _SUMS, ROWS), SQUARE)
+    power = power - per_column(_read(vectors, _SUMS, COLS), SQUARE)
+    return jnp.where(lower_mask(numbers, strict=strict), jnp.exp2(power), 0.0)
 
 
-def upper_decay(gates, *, strict: bool) -> jax.Array:
+def upper_decay(vectors, *, strict: bool) -> jax.Array:
     """The transpose of `lower_decay`: [j, i]."""
-    high, low = load(gates.at[0], layout=ROWS), load(gates.at[1], layout=ROWS)
-    high_c, low_c = load(gates.at[2], layout=COLS), load(gates.at[3], layout=COLS)
-    power = (per_column(high_c, SQUARE) - per_row(high, SQUARE)) + (
-        per_column(low_c, SQUARE) - per_row(low, SQUARE)
-    )
+    power = per_column(_read(vectors, _SUMS, COLS), SQUARE)
+    power = power - per_row(_read(vectors, _SUMS, ROWS), SQUARE)
     return jnp.exp2(jnp.where(upper_mask(strict=strict), power, -jnp.inf))
 
 
@@ -162,24 +166,37 @@ def zero_rows() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROWS)
 
 
-def unknown_zero(gates) -> jax.Array:
+def unknown_zero(vectors) -> jax.Array:
     """An int32 zero that the compiler cannot know: sums of log-decays are not above 0.
 
     Added to the indices of tiles. Swizzled addresses are many to a tile, and where they do not
     change the compiler computes them all before the loop over the chunks: it runs out of registers.
 
     Args:
-      gates: vectors as in `lower_decay`.
+      vectors: as in `lower_decay`.
     """
-    return jnp.where(gates[2, 0] > 1.0, 1, 0)
+    return jnp.where(vectors[0, _SUMS, 0] > 1.0, 1, 0)
 
 
-def rows_and_columns() -> tuple[jax.Array, jax.Array]:
+def number_tokens(numbers) -> None:
+    """Writes 0, 1, ..., 63 to both rows of float32 shared memory [2, 64]."""
+    for i in range(2):
+        numbers.at[i][...] = plgpu.broadcasted_iota(jnp.float32, (C,), 0, layout=ROWS)
+
+
+def rows_and_columns(numbers=None) -> tuple[jax.Array, jax.Array]:
     """Row and column numbers of a [64, 64] tile, as float32; to be called where they are used.
 
     Behind a barrier: the compiler would otherwise make every mask before the loop over the chunks,
     and keep a register an element for each.
+
+    Args:
+      numbers: shared memory that `number_tokens` has filled, where even that is not enough:
+        masks of these are made after the last barrier, and not before what is waited for.
     """
+    if numbers is not None:
+        rows, columns = load(numbers.at[0], layout=ROWS), load(numbers.at[1], layout=COLS)
+        return per_row(rows, SQUARE), per_column(columns, SQUARE)
     rows = lax.optimization_barrier(_counted(ROWS))
     return per_row(rows, SQUARE), per_column(_counted(COLS), SQUARE)
 
@@ -188,15 +205,15 @@ def _counted(layout) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout).astype(jnp.float32)
 
 
-def lower_mask(*, strict: bool) -> jax.Array:
+def lower_mask(numbers=None, *, strict: bool) -> jax.Array:
     """[i, j] whether i >= j, or i > j."""
-    row, column = rows_and_columns()
+    row, column = rows_and_columns(numbers)
     return row > column if strict else row >= column
 
 
-def upper_mask(*, strict: bool) -> jax.Array:
+def upper_mask(numbers=None, *, strict: bool) -> jax.Array:
     """[j, i] whether i >= j, or i > j."""
-    row, column = rows_and_columns()
+    row, column = rows_and_columns(numbers)
     return column > row if strict else column >= row
 
 
@@ -209,8 +226,7 @@ class Plan(NamedTuple):
       value: V, a multiple of 64.
       chunks: chunks of a row.
       pieces: pieces of a row.
-      units: units of a block, 1 or 2.
-      sets: heads of a block: 1 where its units are columns of one head, else one a unit.
+      units: units of a block, 1 or 2: columns of one head.
     """
 
     heads: Heads
@@ -219,7 +235,6 @@ class Plan(NamedTuple):
     chunks: int
     pieces: int
     units: int
-    sets: int
 
     @property
     def columns(self) -> int:
@@ -241,10 +256,10 @@ def plan(heads: Heads, batch: int, chunks: int, key: int, value: int) -> Plan:
     """The cut for a call: pairs of units where they fill the chip, pieces where they do not."""
     columns = value // WIDTH
     total = heads.outputs * columns
-    units, sets = 2 if columns % 2 == 0 else 1, 1
+    units = 2 if columns % 2 == 0 else 1
     if units == 2 and batch * total <= MULTIPROCESSORS and chunks < 256:
         units = 1  # pieces cost a pass over the row: better blocks of one unit
     blocks = batch * total // units
     pieces = max(1, min(MULTIPROCESSORS // blocks, chunks // PIECE_CHUNKS))
     pieces = -(-chunks // -(-chunks // pieces))  # no empty piece
-    return Plan(heads, key, value, chunks, pieces, units, sets)
+    return Plan(heads, key, value, chunks, pieces, units)

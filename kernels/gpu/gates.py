@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-decays as the GPU kernels read them: sums inside chunks that lose no digits.
+"""Log-decays as the GPU kernels read them.
 
 Decays are powers of two here. What is at most 2**-256 is 0 in float32, as is any product with it,
 so log-decays stop at -256, and the first token of a document gets -256: pairs, reads and writes
-across the boundary are then multiplied by exactly 0, and the kernels need no other mask.
-
-A plain float32 sum over a chunk would lose the digits of weak decays behind a strong one. Each
-log-decay is split in a multiple of 2**-9, whose sums over 64 tokens are exact, and a rest.
+across the boundary are then multiplied by exactly 0, and the kernels need no other mask. Sums over
+a chunk are plain float32 sums of at most 2**14, within 2**-10, less than a rounding of bfloat16.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from seqmix_kernels.gpu._common import CHUNK
 
 LOG2E = math.log2(math.e)
 _ZERO = -256.0
-_QUANTUM = 2.0**-9
 
 
 def pad_time(x: jax.Array, axis: int = 1) -> jax.Array:
@@ -60,29 +56,6 @@ def of_log_decay(gradient: jax.Array, log_decay: jax.Array, run: jax.Array | Non
 def chunk_log2(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
     """Log2-decays, 0 to -256, of every chunk: [B, T, H] -> [B, H, chunks, 64] float32."""
     return to_chunks(_log2(log_decay, run))
-
-
-def chunk_sums(log_decay: jax.Array, run: jax.Array | None) -> jax.Array:
-    """Inclusive sums of log2-decays from each chunk's start, as high and low parts.
-
-    Args:
-      log_decay: [B, T, H] float32, natural log, <= 0 and finite.
-      run: [B, T] int32 document numbers, or None.
-
-    Returns:
-      [2, B, H, chunks, 64] float32: high and low. For i >= j, (high_i - high_j) + (low_i - low_j)
-      is the log2 of the decay from token j to token i.
-    """
-    log2 = _log2(log_decay, run)
-    high = jnp.floor(log2 / _QUANTUM) * _QUANTUM
-    parts = to_chunks(jnp.concatenate([high, log2 - high]))
-    sums = jnp.einsum(
-        "bhnj,ji->bhni",
-        parts,
-        jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32)),
-        precision=lax.Precision.HIGHEST,  # float32 products: exact for the high part
-    )
-    return sums.reshape(2, -1, *sums.shape[1:])
 
 
 def suffix_sums(x: jax.Array) -> jax.Array:

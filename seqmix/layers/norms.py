@@ -6,7 +6,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from seqmix.layers.parameters import NoDecayParam
 from seqmix_kernels import target
@@ -23,10 +22,7 @@ def in_eights(x: jax.Array) -> jax.Array:
     """
     if x.ndim != 4 or x.shape[1] % 8:
         return x
-    x = x.reshape(x.shape[0], -1, 8, *x.shape[2:])
-    if target().platform != "tpu":
-        return x
-    return with_layout_constraint(x, Layout((0, 1, 3, 2, 4)))
+    return x.reshape(x.shape[0], -1, 8, *x.shape[2:])
 
 
 def rms_normalise(x: jax.Array, epsilon: float) -> jax.Array:
@@ -133,6 +129,8 @@ class GatedRMSNorm(nnx.Module):
           [..., width] in the compute dtype.
         """
         shape, scale = x.shape, self.scale[...].astype(jnp.float32)
+        if target().platform == "gpu":
+            return self._in_groups(x, gate, scale)
         if x.ndim == 4:  # heads side by side; see `in_eights`
             x, gate = (y.reshape(*shape[:2], -1) for y in (x, gate))
             scale = jnp.tile(scale, shape[2])
@@ -141,6 +139,20 @@ class GatedRMSNorm(nnx.Module):
             x = x * gate
         grouped = x.reshape(*x.shape[:-1], -1, self.group_size)
         y = rms_normalise(in_eights(grouped), self.epsilon).reshape(x.shape) * scale
+        if self.order == "norm_then_gate":
+            y = y * gate
+        return y.astype(self.dtype).reshape(shape)
+
+    def _in_groups(self, x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
+        """The same, in one view throughout: XLA then makes one kernel of it on a GPU.
+
+        Where the gate has another view than the mean square, x comes back from memory in float32.
+        """
+        shape = x.shape
+        x, gate = (y.reshape(*shape[:-1], -1, self.group_size) for y in (x, gate))
+        x, gate = x.astype(jnp.float32), _ACTIVATIONS[self.activation](gate.astype(jnp.float32))
+        y = rms_normalise(x * gate if self.order == "gate_then_norm" else x, self.epsilon)
+        y = y * scale.reshape(-1, self.group_size)
         if self.order == "norm_then_gate":
             y = y * gate
         return y.astype(self.dtype).reshape(shape)

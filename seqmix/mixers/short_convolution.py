@@ -9,9 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from seqmix.mixers import _checks as check
+from seqmix.mixers import _pallas
+from seqmix.mixers._dispatch import kernel_refusal
 from seqmix.mixers._numerics import state_dtype, varying_like
 from seqmix.mixers._segments import mask_padding, runs
 from seqmix.typing import Channels, SegmentIds
+from seqmix_kernels import family, target
 
 
 def short_convolution(
@@ -73,6 +76,93 @@ def short_convolution(
     return mask_padding(segment_ids, y.astype(x.dtype))[0], new_state
 
 
+def fused_short_convolution(
+    x: Channels,
+    weight: Float[Array, "W D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    activation: bool = True,
+    head_width: int | None = None,
+    epsilon: float = 1e-6,
+    initial_state: Float[Array, "B W-1 D"] | None = None,
+    segment_ids: SegmentIds | None = None,
+) -> tuple[Channels, Float[Array, "B W-1 D"]]:
+    """`short_convolution`, SiLU and L2 norm of heads as one GPU kernel, float32 inside.
+
+    Args:
+      x, weight, bias, initial_state, segment_ids: as in `short_convolution`.
+      activation: whether SiLU follows.
+      head_width: channels of a head, divided by sqrt(sum of squares + epsilon); None: no norm.
+      epsilon: see there.
+
+    Returns:
+      y [B, T, D] in the dtype of x, 0 at padding, and the state of `short_convolution`.
+
+    Raises:
+      ValueError: where there is no such kernel, or it cannot take the call.
+    """
+    name = "fused_short_convolution"
+    module = family("convolution")
+    if module is None:
+        raise ValueError(f"{name}: there is no kernel for backend '{target().platform}'")
+    options = module.Options(activation, head_width, epsilon)
+    reason = kernel_refusal("convolution", "pallas", x.shape[0], options, x, weight)
+    if reason:
+        raise ValueError(f"{name}: the kernel cannot run: {reason}")
+
+    def plain(x, weight, bias, state):
+        return short_convolution(x, weight, bias, initial_state=state, segment_ids=segment_ids)
+
+    @jax.checkpoint  # else both branches of the cond below would store what XLA's needs
+    def composed(x, weight, bias, state):
+        y = plain(*(a.astype(state_dtype(x)) for a in (x, weight, bias, state)))[0]
+        y = jax.nn.silu(y) if activation else y
+        if head_width:
+            heads = y.reshape(*y.shape[:2], -1, head_width)
+            squares = jnp.sum(jnp.square(heads), axis=-1, keepdims=True)
+            y = (heads * lax.rsqrt(squares + epsilon)).reshape(y.shape)
+        return mask_padding(segment_ids, y.astype(x.dtype))[0]
+
+    def fused(x, weight, bias, state):
+        shared = (jnp.concatenate([weight, bias[None]]).astype(jnp.float32),)
+        marks = None if segment_ids is None else _marks(segment_ids, weight.shape[0])
+        return _pallas.run("convolution", options, (x,), state, marks, shared)[0]
+
+    batch, _, width = x.shape
+    fresh = initial_state is None
+    if fresh:
+        zeros = jnp.zeros((batch, weight.shape[0] - 1, width), x.dtype)
+        initial_state = varying_like(zeros, x)
+    state = initial_state.astype(x.dtype)
+    bias = jnp.zeros((width,), weight.dtype) if bias is None else bias
+    final = plain(x, weight, bias, state)[1]
+    if segment_ids is None:
+        return fused(x, weight, bias, state), final
+    scattered = jnp.any(_resumes(segment_ids, fresh))
+    return lax.cond(scattered, composed, fused, x, weight, bias, state), final
+
+
+def _marks(segment_ids, taps):
+    """[B, T] int32: bit l says that the token is real and the one l before it is of its run."""
+    run, time = runs(segment_ids), segment_ids.shape[1]
+    marks = jnp.zeros_like(run)
+    for lag in range(taps):
+        before = jnp.pad(run, ((0, 0), (lag, 0)))[:, :time]
+        marks += ((before == run) & (segment_ids != 0)).astype(jnp.int32) << lag
+    return marks
+
+
+def _resumes(segment_ids, fresh):
+    """[B, T - 1]: whether a real token follows padding that follows a real token or a state."""
+    real = segment_ids != 0
+    resumes = real[:, 1:] & ~real[:, :-1]
+    if fresh:
+        # Padding before the first token reads as the zeros that a fresh state holds.
+        seen = jnp.cumsum(real[:, :-1], axis=1) > 0
+        resumes = resumes & seen
+    return resumes
+
+
 def _shifted_sum(x, weight, state, run):
     """Sum over taps of shifted inputs, in float32; `run` [B, T] keeps documents apart."""
     taps, time = weight.shape[0], x.shape[1]
@@ -127,12 +217,7 @@ def _packed(x, weight, state, segment_ids, fresh):
         y = _shifted_sum(_permuted(x, order, place), weight, state, runs(ids))
         return _permuted(y, place, order)
 
-    resumes = real[:, 1:] & ~real[:, :-1]
-    if fresh:
-        # Padding before the first token reads as the zeros that a fresh state holds.
-        seen = jnp.cumsum(real[:, :-1], axis=1) > 0
-        resumes = resumes & seen
-    return lax.cond(jnp.any(resumes), scattered, contiguous, x, weight, state)
+    return lax.cond(jnp.any(_resumes(segment_ids, fresh)), scattered, contiguous, x, weight, state)
 
 
 def _last_tokens(x, state, segment_ids):

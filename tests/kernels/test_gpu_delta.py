@@ -8,7 +8,7 @@ import pytest
 
 import seqmix_kernels
 from seqmix import mixers
-from seqmix_kernels.gpu import delta_pieces, gates
+from seqmix_kernels.gpu import delta_pieces
 from seqmix_kernels.gpu.delta_inverse import inverse
 from seqmix_kernels.options import Heads
 from tests.mixers.cases import MIXERS, Shape, draw, draw_segments, draw_state
@@ -55,16 +55,38 @@ def test_a_row_cut_into_pieces(monkeypatch):
     ("name", "shape"),
     slow(
         ("gated_delta_rule", Shape(2, 128, heads=(2, 2, 2), key=128, value=128)),
-        # Two heads in one block of the backward sweep.
         ("gated_delta_rule", Shape(1, 130, heads=(2, 2, 2), key=64, value=64)),
         ("gated_delta_rule", Shape(1, 128, heads=(2, 1, 1), key=64, value=64)),
         ("gated_delta_rule", Shape(1, 1, heads=(2, 2, 2), key=64, value=64)),
         ("delta_rule", Shape(1, 100, heads=(1, 1, 1), key=128, value=64)),
+        # Three blocks of one head, each with parts of its dq and dk.
+        ("gated_delta_rule", Shape(1, 66, heads=(3, 3, 3), key=128, value=192)),
     ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_against_the_recurrence(name, shape):
     check(name, shape)
+
+
+@pytest.mark.slow
+def test_lanes_of_vmap_run_as_rows():
+    mixer, shape = MIXERS["gated_delta_rule"], Shape(2, 70, heads=(1, 1, 1), key=64, value=64)
+    inputs = {
+        n: jnp.asarray(a, "float32" if n in mixer.float32 else "bfloat16")
+        for n, a in draw(mixer, shape).items()
+    }
+    inputs["initial_state"] = jnp.asarray(draw_state(mixer, shape), jnp.float32)
+
+    def loss(inputs):
+        out, final = mixers.gated_delta_rule(**inputs, impl="pallas")
+        return jnp.sum(jnp.square(out.astype(jnp.float32))) + jnp.sum(final)
+
+    with seqmix_kernels.compile_for("gpu", interpret="chip"):
+        want = jax.jit(jax.grad(loss))(inputs)
+        lanes = jax.tree.map(lambda x: x[:, None], inputs)
+        got = jax.jit(jax.vmap(jax.grad(loss)))(lanes)
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name][:, 0], x, err_msg=name)
 
 
 @pytest.mark.parametrize("strength", [1.0, 2.0])
@@ -74,12 +96,14 @@ def test_inverse_of_repeated_keys(strength):
     key = rng.normal(size=(1, 1, 1, 64))
     keys = jnp.asarray(np.tile(key / np.linalg.norm(key), (1, 64, 1, 1)), jnp.bfloat16)
     decay = jnp.full((1, 64, 1), -0.05, jnp.float32)
-    beta = jnp.full((1, 1, 1, 64), strength, jnp.float32)
+    beta = strength * np.linspace(1.0, 0.5, 64)
     with seqmix_kernels.compile_for("gpu", interpret="chip"):
-        got = inverse(Heads(1, 1, 1), keys, gates.chunk_sums(decay, None), beta)
+        strengths = jnp.asarray(beta[None, :, None], jnp.float32)
+        vectors = delta_pieces.chunk_vectors(decay, strengths, None)
+        got = inverse(Heads(1, 1, 1), keys, vectors)
     k = np.asarray(keys, np.float64)[0, :, 0]
     sums = -0.05 * np.arange(64)
-    pairs = strength * (k @ k.T) * np.exp(np.minimum(sums[:, None] - sums, 0))
+    pairs = beta * (k @ k.T) * np.exp(np.minimum(sums[:, None] - sums, 0))
     want = np.linalg.inv(np.eye(64) + np.tril(pairs, -1))
     error = np.linalg.norm(np.asarray(got, np.float64)[0, 0, 0].T - want) / np.linalg.norm(want)
     assert error < BFLOAT16_BAR
@@ -135,7 +159,7 @@ def test_lowers_for_cuda(heads, key, value, time):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [64, 128])
 def test_no_race(value):
-    """Two heads in one block, and two units that share a head's dq and dk."""
+    """One and two units of value columns in a block."""
     mixer, shape = MIXERS["gated_delta_rule"], Shape(1, 128, heads=(2, 2, 2), key=64, value=value)
     inputs = {
         n: jnp.asarray(a, "float32" if n in mixer.float32 else "bfloat16")

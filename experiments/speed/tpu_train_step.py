@@ -44,10 +44,10 @@ optimizer over all devices, kernels inside `shard_map`. Written by `tpu_train_st
 - **HBM** is what one device holds at most, of what a program can have there.
 - **copies** are re-layout copies at a kernel: what lies between a kernel's large operands or
   results and what computes or reads them, and only moves values. Those of gates, a hundredth of
-  the bytes, are **small**. Splash attention, four of the kernels, takes heads before tokens, so its
-  arrays are copied. What else is left is q and k of the delta rule: asking XLA for the kernels' layout
-  in their norms takes these away in a layer alone and makes more of them in the whole step (v5e: 30,
-  420 MiB; v6e: 32, 601 MiB).
+  the bytes, are **small**. Splash attention, four of the kernels, takes heads before tokens, so
+  its arrays are copied. What else is left is q and k of the delta rule: asking XLA for the kernels'
+  layout in their norms takes these away in a layer alone and makes more of them in the whole step
+  (v5e: 30, 420 MiB; v6e: 32, 601 MiB).
 
 """
 

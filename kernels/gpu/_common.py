@@ -119,17 +119,19 @@ def is_causal() -> jax.Array:
     To be called where it is used: the compiler would move a mask made of constants out of the loop
     over the chunks, where it takes registers that the loop needs. The barrier keeps it in.
     """
-    rows, columns = _token_numbers()
+    rows, columns = token_numbers()
     return rows >= columns
 
 
 def is_later() -> jax.Array:
     """The transpose of `is_causal`: whether column >= row."""
-    rows, columns = _token_numbers()
+    rows, columns = token_numbers()
     return columns >= rows
 
 
-def _token_numbers():
+def token_numbers() -> tuple[jax.Array, jax.Array]:
+    """Row and column numbers of a [64, 64] tile, as float32; see `is_causal`."""
+
     def counted(layout):
         return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout).astype(jnp.float32)
 
@@ -209,24 +211,48 @@ def overlapped(
     return [lax.optimization_barrier(x) for x in sums], done
 
 
-def products(*terms: Sequence[tuple[Any, Any]]) -> list[jax.Array]:
-    """Sums ``a @ b + ...``, issued together and awaited once; see `overlapped`."""
-    return overlapped(terms, tuple)[0]
+def accumulated(*terms: tuple[Any, Sequence[tuple[Any, Any]]]) -> list[jax.Array]:
+    """Tiles ``start + a @ b + ...``, issued together and awaited once.
 
-
-def accumulate(*products: tuple[jax.Array, Any, Any]) -> list[jax.Array]:
-    """Sums ``init + a @ b``, issued together and awaited once; `init` is a tile in registers."""
+    Args:
+      *terms: (start, products) each: start a float32 tile in registers or a shape (then zeros), and
+        (a, b) as in `overlapped`.
+    """
     if target().interpret:
-        sums = [init + _plain(a, b) for init, a, b in products]
+        starts = (0.0 if isinstance(start, tuple) else start for start, _ in terms)
+        sums = [
+            sum((_plain(a, b) for a, b in pairs), start)
+            for start, (_, pairs) in zip(starts, terms, strict=True)
+        ]
         commit_smem()
         return sums
 
     def issue(sums):
-        for total, (_, a, b) in zip(sums, products, strict=True):
-            plgpu.wgmma(total, a, b)
+        for total, (_, pairs) in zip(sums, terms, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(total, a, b)
 
-    sums = pl.run_state(issue)(tuple(plgpu.ACC.init(init) for init, _, _ in products))
+    def issue_and_read(*sums):
+        issue(sums)
+        return tuple(total[...] for total in sums)
+
+    if all(isinstance(start, tuple) for start, _ in terms):
+        fresh = (plgpu.ACC(start, jnp.float32) for start, _ in terms)
+        sums = pl.run_scoped(issue_and_read, *fresh)
+    else:
+        starts = [zeros(s) if isinstance(s, tuple) else s for s, _ in terms]
+        sums = pl.run_state(issue)(tuple(plgpu.ACC.init(s) for s in starts))
     return [lax.optimization_barrier(x) for x in sums]
+
+
+def products(*terms: Sequence[tuple[Any, Any]]) -> list[jax.Array]:
+    """Sums ``a @ b + ...``, issued together and awaited once; see `overlapped`."""
+    return accumulated(*(((p[0][0].shape[0], p[0][1].shape[1]), p) for p in terms))
+
+
+def accumulate(*products: tuple[jax.Array, Any, Any]) -> list[jax.Array]:
+    """Sums ``init + a @ b``, issued together and awaited once; `init` is a tile in registers."""
+    return accumulated(*((init, [(a, b)]) for init, a, b in products))
 
 
 def _plain(a, b):

@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the delta rule's GPU kernels share: products that add to a tile, decays, cuts of work."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from seqmix_kernels.gpu import gates
+from seqmix_kernels.gpu import _common, gates
 from seqmix_kernels.gpu._common import (
     CHUNK,
     COLS,
     MULTIPROCESSORS,
     ROWS,
-    commit_smem,
+    accumulated,
     copy_in,
     load,
     per_column,
     per_row,
-    pl,
     plgpu,
-    zeros,
+    token_numbers,
 )
 from seqmix_kernels.gpu.calls import WIDTH
 from seqmix_kernels.options import Heads
-from seqmix_kernels.target import target
 
 C = CHUNK
 PIECE_CHUNKS = 16
@@ -34,46 +30,6 @@ SQUARE = (C, C)
 VECTORS = 4
 """Of a chunk, in `chunk_vectors`, in this order:"""
 _SUMS, _ENTRY, _LEAVE, _STRENGTH = range(VECTORS)
-
-
-def accumulated(*terms: tuple[Any, Sequence[tuple[Any, Any]]]) -> list[jax.Array]:
-    """Tiles ``start + a @ b + ...``, issued together and awaited once.
-
-    Args:
-      *terms: (start, products) each: start a float32 tile in registers or a shape (then zeros), and
-        (a, b) as in `_common.overlapped`.
-    """
-    if target().interpret:  # the interpreter has no left operand in registers
-        sums = [_plain(start, pairs) for start, pairs in terms]
-        commit_smem()  # the tensor cores read memory as TMA does, these products do not
-        return sums
-
-    def issue(sums):
-        for total, (_, pairs) in zip(sums, terms, strict=True):
-            for a, b in pairs:
-                plgpu.wgmma(total, a, b)
-
-    def issue_and_read(*sums):
-        issue(sums)
-        return tuple(total[...] for total in sums)
-
-    if all(isinstance(start, tuple) for start, _ in terms):
-        fresh = (plgpu.ACC(start, jnp.float32) for start, _ in terms)
-        sums = pl.run_scoped(issue_and_read, *fresh)
-    else:
-        starts = [zeros(s) if isinstance(s, tuple) else s for s, _ in terms]
-        sums = pl.run_state(issue)(tuple(plgpu.ACC.init(s) for s in starts))
-    # A wait for the tensor cores is no data dependence: without a barrier the compiler may move
-    # arithmetic on a sum before it.
-    return [lax.optimization_barrier(x) for x in sums]
-
-
-def _plain(start, pairs):
-    total = 0.0 if isinstance(start, tuple) else start
-    for a, b in pairs:
-        a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
-        total += jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-    return total
 
 
 def products(*pairs: tuple[Any, Any]) -> list[jax.Array]:
@@ -167,15 +123,8 @@ def zero_rows() -> jax.Array:
 
 
 def unknown_zero(vectors) -> jax.Array:
-    """An int32 zero that the compiler cannot know: sums of log-decays are not above 0.
-
-    Added to the indices of tiles. Swizzled addresses are many to a tile, and where they do not
-    change the compiler computes them all before the loop over the chunks: it runs out of registers.
-
-    Args:
-      vectors: as in `lower_decay`.
-    """
-    return jnp.where(vectors[0, _SUMS, 0] > 1.0, 1, 0)
+    """`_common.unknown_zero`, of vectors as in `lower_decay`."""
+    return _common.unknown_zero(vectors[0, _SUMS, 0])
 
 
 def number_tokens(numbers) -> None:
@@ -197,12 +146,7 @@ def rows_and_columns(numbers=None) -> tuple[jax.Array, jax.Array]:
     if numbers is not None:
         rows, columns = load(numbers.at[0], layout=ROWS), load(numbers.at[1], layout=COLS)
         return per_row(rows, SQUARE), per_column(columns, SQUARE)
-    rows = lax.optimization_barrier(_counted(ROWS))
-    return per_row(rows, SQUARE), per_column(_counted(COLS), SQUARE)
-
-
-def _counted(layout) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout).astype(jnp.float32)
+    return token_numbers()
 
 
 def lower_mask(numbers=None, *, strict: bool) -> jax.Array:

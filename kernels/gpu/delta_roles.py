@@ -7,9 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from seqmix_kernels.gpu._common import SMEM, WGMMA, Barrier, load, registers, tile, union
+from seqmix_kernels.gpu._common import (
+    SMEM,
+    WGMMA,
+    Barrier,
+    accumulated,
+    load,
+    registers,
+    tile,
+    union,
+)
 from seqmix_kernels.gpu.calls import WIDTH
-from seqmix_kernels.gpu.delta_pieces import SQUARE, VECTORS, C, Plan, accumulated
+from seqmix_kernels.gpu.delta_pieces import SQUARE, VECTORS, C, Plan
 
 SUMS = 6
 """What a block says about gates: straddling pairs, reads, writes; beta from pairs; what passes
